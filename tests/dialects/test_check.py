@@ -80,10 +80,10 @@ def test_check_file_recognizes_another_system(asked, real):
     config = next(case["config"] for case in cases(real) if len(case["config"]) > 1)
     if asked == real:
         assert verdict(asked, config).system == asked
-    else:
-        with pytest.raises(ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}") as error:
-            verdict(asked, config, *(["num_prompts=1000"]))
-        assert error.value.nearest == (real,)
+        return
+    with pytest.raises(ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}") as error:
+        verdict(asked, config, "num_prompts=1000")
+    assert error.value.nearest == (real,)
 
 
 SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "rampup_batch_size": [16, 16, 1000]}
@@ -194,32 +194,26 @@ def test_verdict_equals_every_reference_case(system, case):
 X = "\u00d7"
 SUMMARIES = {
     "skyrl": (
-        {"trainer.policy_mini_batch_size": 256, "trainer.micro_train_batch_size_per_gpu": 64}
-        | {"trainer.placement.policy_num_gpus_per_node": 4, "trainer.placement.ref_num_gpus_per_node": 4},
-        f"1,024 prompts {X} 5 = 5,120 samples; 4 optimizer steps of 1,280; 4 replicas {X} 5 passes {X} 64",
-    ),
+        {"trainer.policy_mini_batch_size": 256, "trainer.micro_train_batch_size_per_gpu": 64,
+         "trainer.placement.policy_num_gpus_per_node": 4, "trainer.placement.ref_num_gpus_per_node": 4},
+        f"1,024 prompts {X} 5 = 5,120 samples; 4 optimizer steps of 1,280; 4 replicas {X} 5 passes {X} 64"),
     "verl": (
-        {"data.train_batch_size": 64, "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}
-        | {"actor_rollout_ref.actor.use_dynamic_bsz": True, "algorithm.adv_estimator": "grpo"},
-        f"64 prompts {X} 4 = 256 samples; 4 optimizer steps of 64; 8 replicas {X} passes of up to 16,384 tokens",
-    ),
+        {"data.train_batch_size": 64, "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+         "actor_rollout_ref.actor.use_dynamic_bsz": True, "algorithm.adv_estimator": "grpo"},
+        f"64 prompts {X} 4 = 256 samples; 4 optimizer steps of 64; 8 replicas {X} passes of up to 16,384 tokens"),
     "trlx": (
         {"train.batch_size": 32, "train.minibatch_size": 8},
-        f"1 process {X} 128 = 128 samples; 16 optimizer steps of 32; 1 process {X} 4 passes {X} 8",
-    ),
+        f"1 process {X} 128 = 128 samples; 16 optimizer steps of 32; 1 process {X} 4 passes {X} 8"),
     "megatron": (
         {"micro_batch_size": 1, "global_batch_size": 48, "rampup_batch_size": [16, 8, 500], "data_parallel_size": 8},
-        f"48 samples per optimizer step; 8 replicas {X} 6 microbatches {X} 1; ramp from 16 in 5 phases and 21 steps",
-    ),
+        f"48 samples per optimizer step; 8 replicas {X} 6 microbatches {X} 1; ramp from 16 in 5 phases and 21 steps"),
     "maxtext": (
         {"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 8, "gradient_accumulation_steps": 2},
-        f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded",
-    ),
+        f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded"),
     "maxtext_rl": (
         {"batch_size": 8, "rl.num_generations": 4, "train_micro_batch_size": 2},
-        f"8 prompts {X} 4 = 32 samples; 1 optimizer step of 32; 4 passes {X} 8",
-    ),
-}
+        f"8 prompts {X} 4 = 32 samples; 1 optimizer step of 32; 4 passes {X} 8"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -28,25 +28,17 @@ COMMANDS = {
     "skyrl": (f"uv run --extra vllm -m skyrl.train.entrypoints.main_base {SKYRL}", "samples_per_step", 320),
     "maxtext": (
         "python3 -m MaxText.train src/maxtext/configs/base.yml run_name=x per_device_batch_size=$BATCH num_target_devices=4",
-        "global_batch_size_to_load",
-        256,
-    ),
+        "global_batch_size_to_load", 256),
     "maxtext_rl": (
         "python3 -m maxtext.trainers.post_train.rl.train_rl post_train/rl.yml batch_size=$BATCH rl.num_generations=5 num_devices=8",
-        "samples_per_step",
-        320,
-    ),
+        "samples_per_step", 320),
     "megatron": (
         "torchrun --nproc_per_node=8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size $BATCH --train-iters 10 --seq-length 8",
-        "num_microbatches",
-        [4],
-    ),
+        "num_microbatches", [4]),
     "trlx": (
         "accelerate launch --num_processes 4 ppo_sentiments.py '{\"method.num_rollouts\": '$BATCH', \"method.chunk_size\": 16}'",
-        "samples_per_step",
-        256,
-    ),
-}
+        "samples_per_step", 256),
+}  # fmt: skip
 
 
 def command_words(system):
@@ -126,14 +118,13 @@ def test_keys_for_a_script_are_not_a_launch(tmp_path):
     words = ["bash", str(tmp_path / "run.sh"), "trainer.micro_train_batch_size_per_gpu=2", "trainer.policy_mini_batch_size=8"]
     path = tmp_path / "e2e.sh"
     path.write_text(" ".join(words))
-    for check in (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl")):
+    checks = (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl"))
+    for check in checks:
         with pytest.raises(ConfigError, match=r"run\.sh is neither beside this script nor in a folder above it"):
             check()
     (tmp_path / "run.sh").write_text(f'BATCH=64\n{child} "$@"\n')
-    for found in (check_command(words, "skyrl"), check_file(path, "skyrl")):
-        assert found.derived[key] == value
-        assert found.derived["data_parallel_size"] == 8
-        assert found.derived["mini_batch_samples"] == 40
+    for check in checks:
+        expect(check(), **{key: value, "data_parallel_size": 8, "mini_batch_samples": 40})
     # A launcher of the machine, which starts the program that it is given, need not be there.
     words = ["/opt/launch.sh", *command_words("skyrl"), "trainer.epochs=2"]
     assert check_command(words, "skyrl").derived[key] == value
