@@ -1,5 +1,6 @@
 """Tests of `rampup check` on the command line, and of the system that a file belongs to."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -23,13 +24,8 @@ INVALID = {**VALID, "trainer.policy_mini_batch_size": 3}
 @pytest.fixture
 def file(tmp_path):
     """Return a function that writes a configuration and returns its path."""
-
-    def write(flat):
-        path = tmp_path / "config.yml"
-        path.write_text(yaml.safe_dump(nested(flat)))
-        return str(path)
-
-    return write
+    path = tmp_path / "config.yml"
+    return lambda flat: path.write_text(yaml.safe_dump(nested(flat))) and str(path)
 
 
 def test_check_json_has_the_documented_keys(capsys, file):
@@ -38,10 +34,8 @@ def test_check_json_has_the_documented_keys(capsys, file):
     assert code == 0
     assert list(found) == ["system", "validator", "run", "violations", "notes", "derived"]
     assert (found["system"], found["validator"], found["run"], found["violations"]) == ("skyrl", "accepts", "runs", [])
-    assert found["derived"]["samples_per_step"] == 16
     code, found = run_json(capsys, "check", file(INVALID), "--from", "skyrl")
-    assert code == 2
-    assert (found["validator"], found["run"]) == ("rejects", "fails")
+    assert (code, found["validator"], found["run"]) == (2, "rejects", "fails")
     assert set(found["violations"][0]) == {"rule", "keys", "message", "nearest"}
     assert main(["check", file(INVALID), "--from", "skyrl"]) == 2  # as text: a verdict on standard output, no traceback
     shown = capsys.readouterr()
@@ -73,21 +67,17 @@ def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
     assert said in found["error"]["message"]
 
 
-@pytest.mark.parametrize("asked", ["skyrl", "verl", "trlx"])
-@pytest.mark.parametrize("real", ["skyrl", "verl", "trlx"])
+@pytest.mark.parametrize(("asked", "real"), [*itertools.permutations(["skyrl", "verl", "trlx"], 2)])
 def test_check_file_recognizes_another_system(asked, real):
     """A file that sets keys only of another system is an error that names that system."""
     config = next(case["config"] for case in cases(real) if len(case["config"]) > 1)
-    if asked == real:
-        assert verdict(asked, config).system == asked
-        return
     with pytest.raises(ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}") as error:
         verdict(asked, config, "num_prompts=1000")
     assert error.value.nearest == (real,)
 
 
-SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "rampup_batch_size": [16, 16, 1000]}
-MEGATRON = SIZES64 | {"world_size": 4, "train_samples": 5000}
+SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "world_size": 4, "train_samples": 5000}
+MEGATRON = SIZES64 | {"rampup_batch_size": [16, 16, 1000]}
 
 
 def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
@@ -151,20 +141,14 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
     entries = load_dialect(system).launch.entries
     flat = data.draw(values(entries))
     try:
-        found = verdict(system, yaml.safe_dump(flat))
+        found = verdict(system, flat)
     except RampupError as error:
         assert str(error)
         return
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
-    before = {violation.rule for violation in found.violations}
-    for violation in found.violations:
-        assert violation.message
-        assert violation.keys
-        assert all(key in entries for key in violation.keys)
-        for value in violation.nearest:
-            after = {other.rule for other in verdict(system, yaml.safe_dump(flat | {violation.keys[0]: value})).violations}
-            assert after <= before - {violation.rule}
-    assert len(before) == len(found.violations)
+    check_nearest(system, flat, [], found)
+    assert all(violation.message and violation.keys and entries.keys() >= {*violation.keys} for violation in found.violations)
+    assert len({violation.rule for violation in found.violations}) == len(found.violations)
     if found.ok:
         assert found.derived
         assert found.meanings

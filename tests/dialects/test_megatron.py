@@ -39,12 +39,10 @@ def test_ramps_equal_every_reference_case(case):
 def test_thresholds_are_exact_and_truncation_is_noted(entry, exact, as_run):
     """The exact threshold is used, and a note names Megatron's; both truncate a size, with a note."""
     assert (parse_entry(entry, None).samples, parse_entry(entry, None).as_run) == (exact, as_run)
-    result = found(STEPS, step_batch_size_schedule=f"0:8 {entry}")
-    assert result.derived["thresholds_samples"] == [[0, 8], [exact, 16]]
-    assert any(f"{as_run:,} in Megatron" in note for note in result.notes) == (exact != as_run)
-    truncated = found(STEPS, step_batch_size_schedule=f"0:8 {entry}.9")
-    assert truncated.derived["thresholds_samples"] == result.derived["thresholds_samples"]
-    assert any("truncated to 16" in note for note in truncated.notes)
+    note, thresholds = f"{as_run:,} in Megatron", [[0, 8], [exact, 16]]
+    notes = {"note": note} if exact != as_run else {"no_note": note}
+    expect(found(STEPS, step_batch_size_schedule=f"0:8 {entry}"), thresholds_samples=thresholds, **notes)
+    expect(found(STEPS, step_batch_size_schedule=f"0:8 {entry}.9"), thresholds_samples=thresholds, note="truncated to 16")
 
 
 BLOOM = {"num_layers": 70, PP: 12, TP: 4, "micro_batch_size": 2, "global_batch_size": 2048, "train_samples": 220_000_000} | {

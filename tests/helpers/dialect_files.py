@@ -1,6 +1,6 @@
 """Files of other systems: helpers that write and check them."""
 
-import copy
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -29,14 +29,9 @@ def nested(flat):
     """Return dotted keys as nested mappings."""
     result = {}
     for name, value in flat.items():
-        result = changed(result, name, value)
+        *parents, last = name.split(".")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[last] = value
     return result
-
-
-def changed(config, key, value):
-    """Return a nested configuration with one dotted key changed."""
-    name, _, rest = key.partition(".")
-    return copy.deepcopy(config) | {name: changed(config.get(name, {}), rest, value) if rest else value}
 
 
 def rules(found):
