@@ -441,87 +441,74 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
-    files = _Bases(launch)
     leaves, path = dict(reading.leaves), reading.path
+    # The keys of base files beside the source, which count as given, and those of files that the system ships.
+    beside: dict[str, Located] = {}
+    shipped: dict[str, Any] = {}
+    named: list[str] = []  # the shipped files
+    missing: list[str] = []
+    left = itertools.count(_MAX_FILES - 1, -1)
+
+    def follow(defaults: Located, folder: Path) -> None:
+        """Read what a `defaults` list names, in order."""
+        for item in defaults.value if isinstance(defaults.value, list) else []:
+            if isinstance(item, Mapping):
+                for group, choice in item.items():
+                    name = group.removeprefix("override ").removeprefix("optional ")
+                    if name in launch.entries and choice is not None:
+                        shipped[name] = choice
+                    elif isinstance(choice, str):
+                        place, _, package = name.partition("@")
+                        add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
+            elif isinstance(item, str) and item != "_self_":
+                add(item, [folder], defaults.path, required=False)
+
+    def add(name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
+        """Read a base file in one of the folders, or else take the shipped one."""
+        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        if unknown := unknown_names(name):
+            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
+        if next(left) < 0:
+            raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
+        for folder in folders:
+            file = folder / f"{name}.yaml"
+            if file.is_file() and str(file) != path:
+                found, _ = read_leaves(read_text(file), str(file))
+                if PARENT in found:
+                    follow(found.pop(PARENT), file.parent)
+                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
+                beside.update({launch.canonical(prefix + key): value for key, value in found.items()})
+                return
+        if name in launch.bases:
+            own = dict(launch.bases[name])
+            if (parent := own.pop(PARENT, None)) is not None:
+                add(parent, [], path)
+            named.append(name)
+            shipped.update(own)
+        elif not required:
+            missing.append(name)
+        else:
+            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            raise ConfigError(said, key=PARENT, path=path)
+
     if reading.command is not None:
         name = option(reading.command, "--config-name", "-cn")
         if name is not None:
             folder = option(reading.command, "--config-path", "-cp") or "config"
             if unknown_names(folder):  # such as a folder of the environment; the path within it counts
                 folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
-            files.add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
+            add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
         elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
-            files.add(launch.programs[part], [], path)
+            add(launch.programs[part], [], path)
         else:
-            files.shipped |= launch.bases.get(launch.programs.get("", ""), {})
-    elif "defaults" in leaves and not isinstance(source, tuple):
-        files.follow(leaves.pop("defaults"), Path(source).parent)
-    reading = dataclasses.replace(
-        reading, leaves={**files.beside, **leaves}, recognized=reading.recognized or bool(files.named)
-    )
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=files.shipped, groups=launch.groups)
+            shipped |= launch.bases.get(launch.programs.get("", ""), {})
+    elif PARENT in leaves and not isinstance(source, tuple):
+        follow(leaves.pop(PARENT), Path(source).parent)
+    reading = dataclasses.replace(reading, leaves=beside | leaves, recognized=reading.recognized or bool(named))
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped, groups=launch.groups)
     notes = [*settings.notes]
-    if files.named:
-        notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
-    if files.missing and reading.command is None:
-        notes.append(f"defaults: {', '.join(files.missing)} not found beside this file; what it sets is not read.")
+    if named:
+        notes.append(f"{', '.join(named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
+    if missing and reading.command is None:
+        notes.append(f"defaults: {', '.join(missing)} not found beside this file; what it sets is not read.")
     return dataclasses.replace(settings, notes=tuple(notes))
-
-
-class _Bases:
-    """The base files of a source: those beside it, which count as given, and those that the system ships."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.beside: dict[str, Located] = {}
-        self.shipped: dict[str, Any] = {}
-        self.named: list[str] = []  # the shipped ones
-        self.missing: list[str] = []
-        self.left = _MAX_FILES
-
-    def follow(self, defaults: Located, folder: Path) -> None:
-        """Read what a `defaults` list names, in order."""
-        for item in defaults.value if isinstance(defaults.value, list) else []:
-            if isinstance(item, Mapping):
-                for group, choice in item.items():
-                    name = group.removeprefix("override ").removeprefix("optional ")
-                    if name in self.launch.entries and choice is not None:
-                        self.shipped[name] = choice
-                    elif isinstance(choice, str):
-                        place, _, package = name.partition("@")
-                        self.add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
-            elif isinstance(item, str) and item != "_self_":
-                self.add(item, [folder], defaults.path, required=False)
-
-    def add(self, name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
-        """Read a base file in one of the folders, or else take the shipped one.
-
-        Raises:
-            ConfigError: there is neither.
-        """
-        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
-        if unknown := unknown_names(name):
-            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
-        self.left -= 1
-        if self.left < 0:
-            raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
-        for folder in folders:
-            file = folder / f"{name}.yaml"
-            if file.is_file() and str(file) != path:
-                leaves, _ = read_leaves(read_text(file), str(file))
-                if PARENT in leaves:
-                    self.follow(leaves.pop(PARENT), file.parent)
-                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
-                self.beside |= {self.launch.canonical(prefix + key): value for key, value in leaves.items()}
-                return
-        if name in self.launch.bases:
-            own = dict(self.launch.bases[name])
-            if (parent := own.pop(PARENT, None)) is not None:
-                self.add(parent, [], path)
-            self.named.append(name)
-            self.shipped |= own
-        elif not required:
-            self.missing.append(name)
-        else:
-            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
-            raise ConfigError(said, key=PARENT, path=path)

@@ -180,7 +180,7 @@ class _Parser:
     def __init__(self, text: str, line: int | None = None) -> None:
         self.text, self.at, self.line = text, 0, line
         self.newlines = [match.start() for match in re.finditer("\n", self.text)]
-        self.documents: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs are stripped, where the body goes
+        self.documents: list[tuple[str, str, list[str]]] = []  # end word, pattern of indents to strip, where the body goes
 
     def script(self) -> list[Any]:
         """Return all nodes of the text; a stray end of a compound is skipped."""
@@ -214,16 +214,11 @@ class _Parser:
         if token == "\n":
             documents, self.documents = self.documents, []
             for end, tabs, body in documents:
-                lines = []
-                while self.at < len(self.text):
-                    stop = self.text.find("\n", self.at)
-                    row = self.text[self.at : stop if stop >= 0 else len(self.text)]
-                    self.at += len(row) + 1
-                    row = row.lstrip("\t") if tabs else row
-                    if row.rstrip("\r") == end:
-                        break
-                    lines.append(row)
-                body.append("\n".join(lines))
+                last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(self.text, self.at)
+                inner = self.text[self.at : last.start() if last else len(self.text)].removesuffix("\n")
+                body.append(re.sub(rf"^{tabs}", "", inner, flags=re.MULTILINE))
+                self.at = last.end() if last else len(self.text)
+                self.at += self.text.startswith("\n", self.at)
         return token
 
     def expect(self, *tokens: str) -> str:
@@ -369,7 +364,7 @@ class _Parser:
         if match[1] in ("<<", "<<-"):
             end = re.sub(r"[\"'\\]", "", target)
             body = [] if end == target else ["quoted"]
-            self.documents.append((end, match[1] == "<<-", body))
+            self.documents.append((end, "\t*" if match[1] == "<<-" else "", body))
             bodies.append(body)
         return True
 
