@@ -626,7 +626,6 @@ def _listed(values: Sequence[object]) -> str:
 
 
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
-Rules = list[Rule[MegatronJob]]
 
 
 def _unit(job: MegatronJob) -> Term:
@@ -675,7 +674,7 @@ def _in_groups(
         division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
 
 
-RULES: Rules = [
+RULES: list[Rule[MegatronJob]] = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
     at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
