@@ -934,9 +934,7 @@ class _Reader:
         if _has_unknown(value) or (sign[0] in "#%/" and _has_unknown(pattern)):
             return value if _MARKER.fullmatch(value) else _mark("${...}")
         if sign[0] in "#%":
-            places = list(range(len(value) + 1))
-            if sign in ("##", "%"):
-                places.reverse()
+            places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
             if sign[0] == "#":
                 return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
             return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
