@@ -549,12 +549,12 @@ class _Reader:
             self.arithmetic(node.words[0])
             for _ in range(MAX_REPEATS):
                 value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-                if _has_unknown(value):
+                if _has_unknown(value):  # once, as a branch that may not be taken
                     self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
                 if value == "0" or _has_unknown(value) or not self.repeat(node.parts[-1]):
                     break
                 self.arithmetic(node.words[2])
-        elif self.run(node.parts[0]) is not (node.kind == "until"):
+        elif self.run(node.parts[0]) is not (node.kind == "until"):  # likewise
             self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
         return status
 
@@ -950,7 +950,7 @@ class _Reader:
         return {"^": str.upper, ",": str.lower}.get(rest[0], str)(value) if len(rest) > 1 else value
 
     def arithmetic(self, raw: str) -> str:
-        """Return the value of an arithmetic expression, which may assign; unknown if any part of it is."""
+        """Return the value of an arithmetic expression, which may assign; unknown if a part that is evaluated is."""
         return self.evaluate(self.text(raw.replace('"', ""), quoted=True))
 
     def evaluate(self, text: str) -> str:
