@@ -11,13 +11,13 @@ from typing import Any
 from rampup.config.build import build_plan
 from rampup.config.files import yaml_value
 from rampup.config.schema import KEYS, Config
+from rampup.dialects import load_dialect
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Conversion, Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
 
-_NAMES = {"maxtext": "MaxText", "megatron": "Megatron"}
 _MAX_NAME = 100
 
 
@@ -40,7 +40,7 @@ def to_rampup(verdict: Verdict) -> str:
         )
     if conversion.refusal is not None:
         raise ConfigError(f"the file cannot be converted: {conversion.refusal}", key="to")
-    name = _NAMES.get(verdict.system, verdict.system)
+    name = load_dialect(verdict.system).launch.system
     lines = [f"# Converted from a {name} file: its batches, its ramp and its pipeline.", ""]
     for key, value in conversion.values.items():
         lines.append(f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}")

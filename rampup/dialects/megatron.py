@@ -6,11 +6,12 @@ Megatron's own roundings. The run finds many problems only when the step of a ph
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, resolve_reference, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
 from rampup.dialects.script import Command, unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
@@ -42,8 +43,6 @@ VERSION = "megatron_version"
 EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
 # What splits layers over stages in another way than evenly.
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
-_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
-_MAX_HOPS = 20
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 
 KEYS: dict[str, Entry] = {
@@ -82,13 +81,13 @@ KEYS: dict[str, Entry] = {
     EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
 }
 ALIASES = {
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "num_virtual_stages_per_pipeline_rank": VIRTUAL,
+    "microbatch_group_size_per_virtual_pipeline_stage": GROUP,
     "encoder_seq_length": "seq_length",
     "gpus_per_node": "nproc_per_node",
     **{f"num_layers_in_{end}_pipeline_stage": key for end, key in zip(("first", "last"), ENDS, strict=True)},
 }
-_NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
+_NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OVERLAP}
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -100,17 +99,33 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     reading = read_source(source, overrides, launch)
     renamed = []
     for setting in reading.overrides:
-        name, equals, value = setting.partition("=")
-        known = not name.startswith("-") and canonical(name) in KEYS
-        renamed.append(f"{canonical(name)}{equals}{value}" if known else setting)
+        name, equals, text = setting.partition("=")
+        is_known = not name.startswith("-") and canonical(name) in KEYS
+        renamed.append(f"{canonical(name)}{equals}{text}" if is_known else setting)
     overridden = {setting.partition("=")[0] for setting in renamed}
     # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
     groups = {name.rpartition(".")[0] for name in reading.leaves}
     later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
-    located = reading.leaves
+    located = dict(reading.leaves)
     if reading.command is None:
-        first = {name: value for name, value in located.items() if name.rpartition(".")[0] not in later}
-        located = _from_yaml(first, reading.path, overridden)
+        names: dict[str, list[str]] = {}
+        for name in located:
+            if name.rpartition(".")[0] not in later:
+                names.setdefault(canonical(name), []).append(name)
+        located = {}
+        for known, same in names.items():
+            depth = min(name.count(".") for name in same)  # the least nested of several names counts
+            values = {name: reading.leaves[name] for name in same if name.count(".") == depth}
+            for name, value in values.items():
+                with contextlib.suppress(ConfigError):  # one to Megatron's own name of a key is resolved later
+                    content = resolve_reference(value.value, name, reading.leaves, {})
+                    values[name] = dataclasses.replace(value, value=content)
+            (first, value), *rest = values.items()
+            for other, second in rest:
+                if known in KEYS and known not in overridden and second.value != value.value:
+                    said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                    raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
+            located.update([_normalize(known, value)])
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -129,44 +144,18 @@ def canonical(name: str) -> str:
     return ALIASES.get(plain, plain)
 
 
-def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[str]) -> dict[str, Located]:
-    found: dict[str, list[str]] = {}
-    for name in leaves:
-        found.setdefault(canonical(name), []).append(name)
-    located: dict[str, Located] = {}
-    for known, names in found.items():
-        # The least nested of several names counts.
-        depth = min(name.count(".") for name in names)
-        (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
-        for other, second in rest:
-            if known in KEYS and known not in overridden and second.value != value.value:
-                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
-                raise ConfigError(f"{said} {known}=...", key=known, path=path, line=leaves[other].line)
-        located.update([_normalize(known, value)])
-    return located
-
-
-def _resolve_reference(value: Located, leaves: Mapping[str, Located]) -> Located:
-    for _ in range(_MAX_HOPS):
-        match = _REFERENCE.fullmatch(value.value.strip()) if isinstance(value.value, str) else None
-        if match is None or match[1] not in leaves:
-            return value
-        value = leaves[match[1]]
-    return value
-
-
-def _normalize(name: str, value: Located) -> tuple[str, Located]:
+def _normalize(name: str, located: Located) -> tuple[str, Located]:
     """Return a key and its value in the form that the key takes: lists as text, a negative option as its opposite."""
-    content = value.value
-    if name in _NEGATIVES and isinstance(content, bool):
-        return _NEGATIVES[name], dataclasses.replace(value, value=not content)
-    if name == RAMP and isinstance(content, list):
-        return name, dataclasses.replace(value, value=" ".join(map(str, content)) or "[]")
-    if name == LAYOUT and isinstance(content, list):
-        return name, dataclasses.replace(value, value="|" * (len(content) - 1) or "L")  # only the number of stages counts
-    if name in (RAMP, SCHEDULE) and isinstance(content, int | float) and not isinstance(content, bool):
-        return name, dataclasses.replace(value, value=str(content))
-    return name, value
+    value = located.value
+    if name in _NEGATIVES and isinstance(value, bool):
+        name, value = _NEGATIVES[name], not value
+    elif name == RAMP and isinstance(value, list):
+        value = " ".join(map(str, value)) or "[]"
+    elif name == LAYOUT and isinstance(value, list):
+        value = "|" * (len(value) - 1) or "L"  # only the number of stages counts
+    elif name in (RAMP, SCHEDULE) and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    return name, dataclasses.replace(located, value=value)
 
 
 def read_options(command: Command) -> dict[str, Located]:
@@ -354,6 +343,10 @@ class MegatronJob(PretrainingJob):
         hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
         self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
+        # The layers of a stage, if they are given and split evenly, and the key that divides them into chunks.
+        even = not self.uneven and self.num_layers is not None and self.num_layers % self.stages == 0
+        self.stage_layers = (self.num_layers or 0) // self.stages if even else None
+        self.chunk_key = next((key for key in (VIRTUAL, PER_CHUNK) if self[key] is not None), "")
         # The stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters.
         layout = (self[LAYOUT] or "").replace(",", "").replace(" ", "")
         for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -384,6 +377,8 @@ class MegatronJob(PretrainingJob):
             whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
             self.triple = tuple(map(int, words)) if whole else ()
         self.start, self.increment, self.ramp_samples = self.triple if self.triple and len(self.triple) == 3 else (0, 0, 0)
+        # Whether rules about the relation of the three can use them.
+        self.ordered = self.start > 0 and self.increment > 0 and self.ramp_samples >= 0
         self.linear: LinearRamp | None = None  # the linear ramp, if its numbers make one
         unit = self.unit if self[DECREASE] else 1
         grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= unit >= 1
@@ -435,11 +430,9 @@ class MegatronJob(PretrainingJob):
             "micro_batch_size": self.micro,
             "num_stages": self.stages,
             "num_repeats": self.chunks,
-            "thresholds_samples": None,
+            "thresholds_samples": [[entry.samples, entry.size] for entry in self.thresholds] if self.has_schedule else None,
             "num_microbatches": self.num_microbatches,
         }
-        if self.has_schedule:
-            derived["thresholds_samples"] = [[entry.samples, entry.size] for entry in self.thresholds]
         if self.ramp is not None:
             derived |= {
                 "global_batch_size": self.ramp.sizes[-1],
@@ -461,20 +454,20 @@ class MegatronJob(PretrainingJob):
         """
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
-        by_size: dict[int, Mapping[str, Any]] = {}
-        for size in self.sizes:
+        rows = []
+        for phase in self.ramp.phases:
             splitter = BatchSplitter(
                 data_parallel_size=self.replicas,
                 num_stages=self.stages,
                 num_repeats=self.chunks if self.stages > 1 else 1,
-                num_pipeline_microbatches=size // self.unit if self.stages > 1 else -1,
+                num_pipeline_microbatches=phase.global_batch_size // self.unit if self.stages > 1 else -1,
                 microbatch_size=self.micro,
                 strict_multiple=False,
             )
-            plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
-            by_size[size] = plan.phase_rows()[0]
-        names = ("start_step", "start_sample", "num_steps")
-        return [{**by_size[phase.global_batch_size], **{n: getattr(phase, n) for n in names}} for phase in self.ramp.phases]
+            ramp = BatchRamp.constant(phase.global_batch_size)
+            plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=self.num_devices, total_steps=1)
+            rows.append(plan.phase_rows()[0] | {n: getattr(phase, n) for n in ("start_step", "start_sample", "num_steps")})
+        return rows
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""
@@ -633,7 +626,6 @@ def _listed(values: Sequence[object]) -> str:
 
 
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
-Rules = list[Rule[MegatronJob]]
 
 
 def _unit(job: MegatronJob) -> Term:
@@ -641,7 +633,48 @@ def _unit(job: MegatronJob) -> Term:
 
 
 _FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
-ARGUMENTS: Rules = [
+
+
+def _triples(job: MegatronJob) -> Iterator[str]:
+    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
+    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
+        return
+    start, increment, samples, unit = *job.triple, max(job.unit, 1)
+    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
+    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
+    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
+        yield f"{s} {i} {max(samples, 1)}"
+
+
+def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
+    """Yield the schedule with each size rounded to the unit, down and then up."""
+    if not job.schedule_valid or job.unit < 1:
+        return
+    for extra in (0, job.unit - 1):
+        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
+        pairs = zip(job.thresholds, sizes, strict=True)
+        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
+
+
+def _in_groups(
+    name: str, fits: Callable[[MegatronJob, int], bool], says: Callable[[MegatronJob, str], str]
+) -> Rule[MegatronJob]:
+    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
+
+    def failing(job: MegatronJob) -> list[str]:
+        return [
+            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+            for phase, number in zip(job.ramp.phases if job.ramp else (), job.num_microbatches or (), strict=False)
+            if not fits(job, number)
+        ]
+
+    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
+        holds=lambda job: not failing(job),
+        message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
+        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
+
+
+RULES: list[Rule[MegatronJob]] = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
     at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
@@ -662,54 +695,35 @@ ARGUMENTS: Rules = [
             f"{job.eval_unit}",
             job.eval_unit),
         when=lambda job: job[EVAL_GLOBAL] is not None),
-]  # fmt: skip
-
-
-def _is_ordered(job: MegatronJob) -> bool:
-    """Return whether start, increment and samples are numbers that the rules about their relation can use."""
-    return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
-
-
-def _triples(job: MegatronJob) -> Iterator[str]:
-    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
-    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
-        return
-    start, increment, samples, unit = *job.triple, max(job.unit, 1)
-    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
-    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
-    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
-        yield f"{s} {i} {max(samples, 1)}"
-
-
-# The linear ramp: start, increment and samples.
-LINEAR: Rules = [
+    # The linear ramp: start, increment and samples.
     Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
         holds=lambda job: len(job.triple or ()) == 3,
         message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples"),
-    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3, holds=_is_ordered,
+    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3,
+        holds=lambda job: job.ordered,
         message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
         candidates=_triples),
     at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: job.start),
-        when=_is_ordered,
+        when=lambda job: job.ordered,
         candidates=lambda job: [int(n) for n in around(job.final, job.increment, origin=job.start) if n >= 1]),
     multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP),
         lambda job: Term(
             f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
         ("the ramp's increment {:,}", lambda job: job.increment),
-        when=lambda job: _is_ordered(job) and job.final >= job.start),
+        when=lambda job: job.ordered and job.final >= job.start),
     Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
         message=lambda job: (
             f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
         )),
-    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=_is_ordered,
+    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=lambda job: job.ordered,
         holds=lambda job: job.final != job.start and job.ramp_samples > 0,
         message=lambda job: (
             f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
         ),
         candidates=_triples, found_by="run"),
     at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
-        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
+        when=lambda job: job.ordered and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
         found_by="run"),
     Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
         holds=lambda job: job.splits,
@@ -718,21 +732,7 @@ LINEAR: Rules = [
             f"a multiple of {_unit(job).text}; Megatron checks each batch only when its step comes"
             for phase in (job.ramp.phases if job.ramp else ()) if phase.global_batch_size % job.unit),
         candidates=_triples, found_by="run"),
-]  # fmt: skip
-
-
-def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
-    """Yield the schedule with each size rounded to the unit, down and then up."""
-    if not job.schedule_valid or job.unit < 1:
-        return
-    for extra in (0, job.unit - 1):
-        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
-        pairs = zip(job.thresholds, sizes, strict=True)
-        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
-
-
-# The schedule in steps: THRESHOLD:SIZE entries.
-STEPS: Rules = [
+    # The schedule in steps: THRESHOLD:SIZE entries.
     Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: job[GLOBAL] is None,
         message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict"),
@@ -771,49 +771,18 @@ STEPS: Rules = [
             f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
             f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
         candidates=_with_rounded_sizes, found_by="run"),
-]  # fmt: skip
-
-
-def _stage_share(job: MegatronJob) -> Term:
-    share = (job.num_layers or 0) // job.stages
-    return Term(f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {share} layers", share)
-
-
-def _chunk_key(job: MegatronJob) -> str:
-    """Return the key that divides the layers of a stage into chunks; empty if no layers are given, or not split evenly."""
-    if job.uneven or job.num_layers is None or job.num_layers % job.stages:
-        return ""
-    return next((key for key in (VIRTUAL, PER_CHUNK) if job[key] is not None), "")
-
-
-def _in_groups(
-    name: str, fits: Callable[[MegatronJob, int], bool], says: Callable[[MegatronJob, str], str]
-) -> Rule[MegatronJob]:
-    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
-
-    def failing(job: MegatronJob) -> list[str]:
-        return [
-            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
-            for phase, number in zip(job.ramp.phases if job.ramp else (), job.num_microbatches or (), strict=False)
-            if not fits(job, number)
-        ]
-
-    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
-        holds=lambda job: not failing(job),
-        message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
-        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
-
-
-# The pipeline and its interleaved schedule.
-PIPELINE: Rules = [
+    # The pipeline and its interleaved schedule.
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
         note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
     multiple("megatron.layers_over_stages", (LAYERS, STAGES), LAYERS, STAGES,
         when=lambda job: job.num_layers is not None and not job.uneven),
-    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK), _stage_share,
-        lambda job: Term(f"{_chunk_key(job)}={job[_chunk_key(job)]}", max(job[_chunk_key(job)], 1)), when=_chunk_key),
+    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK),
+        lambda job: Term(
+            f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {job.stage_layers} layers", job.stage_layers or 0),
+        lambda job: Term(f"{job.chunk_key}={job[job.chunk_key]}", max(job[job.chunk_key], 1)),
+        when=lambda job: job.stage_layers is not None and bool(job.chunk_key)),
     multiple("megatron.layout_fills_stages", (STAGES, LAYOUT),
         (f"{LAYOUT} has {{}} stages, which", lambda job: job.layout_stages), STAGES),
     _in_groups("group_in_range", lambda job, count: job.stages <= job.group <= count,
@@ -825,5 +794,4 @@ PIPELINE: Rules = [
         lambda job, first: (
             f"{first} must fill groups of {GROUP}={job.group}, or leave at least {STAGES}={job.stages} for the last")),
 ]  # fmt: skip
-RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
 DIALECT = Dialect(job=MegatronJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

@@ -147,31 +147,29 @@ def type_settings(
         ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
             the script does not set; all problems at once.
     """
-    located, path = reading.leaves, reading.path
     chosen = _read_overrides(reading.overrides, entries, groups)
-    known_names = entries.keys() & {*located, *(chosen.keys() - FACTS)}
-    if not (reading.recognized or known_names or _find_mappings(located, entries)):
-        raise_together(list(_find_misspelt(located, entries)))
-        examples = ", ".join(list(entries)[:3])
-        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
+    given = {**reading.leaves, **chosen}
+    known = entries.keys() & given
+    of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
+    if not (reading.recognized or of_system or _find_mappings(reading.leaves, entries)):
+        raise_together(list(_find_misspelt(reading.leaves, entries)))
+        said = f"not a file of {system}: it sets none of its batch keys, such as {', '.join(list(entries)[:3])}"
+        raise ConfigError(said, key="from", path=reading.path)
     problems: list[RampupError] = [
-        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=path, line=line)
+        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=reading.path, line=line)
         for name, line in reading.repeated.items()
         if name in entries and name not in chosen
     ]
-    problems += _find_mappings({name: entry for name, entry in located.items() if name not in chosen}, entries)
-    located = {**located, **chosen}
-    problems += _find_misspelt(located, entries)
-    known = {name: entry for name, entry in located.items() if name in entries}
+    problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
+    problems += _find_misspelt(given, entries)
+    located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
-    base = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()}
-    located = base | located
     notes = [*reading.notes]
-    for name, entry in [*base.items(), *known.items()]:
+    for name, entry in located.items():
         if name not in entries:
             continue
         try:
-            value = _resolve_reference(entry.value, name, located, values)
+            value = resolve_reference(entry.value, name, located, values)
             if isinstance(value, str) and (unknown := unknown_names(value)):
                 # The error has the `key=value` that would settle it.
                 variables = [word for word in unknown if word.isidentifier()]
@@ -184,7 +182,7 @@ def type_settings(
                 if not entries[name].optional:
                     raise error
                 notes.append(f"{error}. The numbers of a step are the same without it.")
-                del known[name]
+                known.discard(name)
                 continue
             values[name] = entries[name].key.read(name, value)
         except ConfigError as error:
@@ -239,44 +237,41 @@ def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry])
     Its last part is compared with those beside it; the parts before the last, if no known key has them, with those of keys of
     the same name.
     """
-    missing = [name for name in entries if name not in located]
+    missing = [(*name.rpartition("."), name) for name in entries if name not in located]
     parents = {name.rpartition(".")[0] for name in entries}
-    for name in sorted(frozenset(located) - frozenset(entries)):
+    for name in sorted(located.keys() - entries.keys()):
         parent, _, last = name.rpartition(".")
         if parent in parents:
-            beside = {
-                key.rpartition(".")[2]: key for key in missing if key.rpartition(".")[0] == parent and len(key) > _MIN_LENGTH
-            }
-            close = [beside[found] for found in difflib.get_close_matches(last, beside, n=1, cutoff=_SIMILAR)]
+            alike = {other: key for above, _, other, key in missing if above == parent and len(key) > _MIN_LENGTH}
         else:
-            alike = {key.rpartition(".")[0]: key for key in missing if key.rpartition(".")[2] == last}
-            close = [alike[found] for found in difflib.get_close_matches(parent, alike, n=1, cutoff=_SIMILAR)]
-        if close:
-            place = located[name]
-            yield ConfigError(
-                f"unknown key {name!r}; did you mean {close[0]}?", key=name, nearest=close, path=place.path, line=place.line
-            )
+            alike = {above: key for above, _, other, key in missing if other == last}
+        written = last if parent in parents else parent
+        if close := [alike[found] for found in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR)]:
+            said, place = f"unknown key {name!r}; did you mean {close[0]}?", located[name]
+            yield ConfigError(said, key=name, nearest=close, path=place.path, line=place.line)
 
 
-def _resolve_reference(
-    value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any], hops: int = 0
-) -> Any:
-    """Return the value that an OmegaConf reference stands for; any other value as it is."""
-    match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return value
-    target, default = match.groups()
-    if dots := len(target) - len(target.lstrip(".")):
-        target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
-    if hops == _MAX_HOPS:
-        raise ConfigError(f"{name}={value} is a circular reference", key=name)
-    if target in located:
-        return _resolve_reference(located[target].value, target, located, defaults, hops + 1)
-    if target in defaults:
-        return defaults[target]
-    if default is not None:
-        return parse_scalar(default.strip(), name)
-    raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
+def resolve_reference(value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]) -> Any:
+    """Return the value that an OmegaConf reference stands for, or another value as it is; `name` is its key.
+
+    Raises:
+        ConfigError: the reference is circular, or to a key without a value.
+    """
+    for _ in range(_MAX_HOPS):
+        match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            return value
+        target, default = match.groups()
+        if dots := len(target) - len(target.lstrip(".")):
+            target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
+        if target not in located:
+            if target in defaults:
+                return defaults[target]
+            if default is not None:
+                return parse_scalar(default.strip(), name)
+            raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
+        name, value = target, located[target].value
+    raise ConfigError(f"{name}={value} is a circular reference", key=name)
 
 
 # A file, or the words of a command.
@@ -293,6 +288,22 @@ _MAX_FILES = 20
 Bases = Mapping[str, Mapping[str, Any]]
 
 
+def read_words(command: Command) -> dict[str, Located]:
+    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
+    located = {}
+    for word in command.words:
+        match = _SETTING.fullmatch(word)
+        if match is None or (match[3] is None and match[1] != "~"):
+            continue
+        value = None if match[1] == "~" else match[3].strip()
+        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
+            value = value[1:-1]
+        elif value is not None:
+            value = parse_scalar(value, command.path) if not unknown_names(value) else value
+        located[match[2]] = command.locate(value, word)
+    return located
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """How a system is started, and the keys and base files that it takes."""
@@ -304,7 +315,8 @@ class Launch:
     canonical: Callable[[str], str] = str  # from a key as written to its name in `entries`
     groups: Sequence[str] = ()  # first parts of its keys that are not in `entries`
     others: re.Pattern[str] = re.compile(r"(?!)")  # matches its programs that the rules do not cover
-    read: Callable[[Command], dict[str, Located]] | None = None  # keys of a command's words; None = Hydra's `key=value`
+    # From a command to the keys that its words set. A value may contain markers of what is unknown.
+    read: Callable[[Command], dict[str, Located]] = read_words
     bases: Bases = field(default_factory=dict)  # the base files that it ships
     version: str = ""  # that of `bases`, for notes
     # The base file that a program starts from if its command names none, by a part of the program's name; that of all others
@@ -315,14 +327,9 @@ class Launch:
         """Return whether a key as written is one that the rules read."""
         return self.canonical(name) in self.entries
 
-    def leaves(self, command: Command) -> dict[str, Located]:
-        """Return the keys that the words of a command set. A value may contain markers of what is unknown."""
-        return (self.read or read_words)(command)
-
     def relevant(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the values of the known keys that some words set."""
-        leaves = self.leaves(Command(tuple(words), 0))
-        return {name: located.value for name, located in leaves.items() if self.known(name)}
+        return {name: value.value for name, value in self.read(Command(tuple(words), 0)).items() if self.known(name)}
 
 
 def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True) -> Reading:
@@ -354,22 +361,6 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     return _choose(commands, [item for item in overrides if item.partition("=")[0] not in variables], launch, path, strict)
 
 
-def read_words(command: Command) -> dict[str, Located]:
-    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
-    located = {}
-    for word in command.words:
-        match = _SETTING.fullmatch(word)
-        if match is None or (match[3] is None and match[1] != "~"):
-            continue
-        value = None if match[1] == "~" else match[3].strip()
-        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
-            value = value[1:-1]
-        elif value is not None:
-            value = parse_scalar(value, command.path) if not unknown_names(value) else value
-        located[match[2]] = command.locate(value, word)
-    return located
-
-
 def option(command: Command | None, *names: str) -> str | None:
     """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
     words = () if command is None else command.words
@@ -394,7 +385,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         if match := launch.others.search(text):
             other = other or show_unknown(match[0])
             continue
-        leaves = launch.leaves(command)
+        leaves = launch.read(command)
         score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
         if any(score):
             found.append((score, command, leaves))
@@ -450,87 +441,74 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
-    files = _Bases(launch)
     leaves, path = dict(reading.leaves), reading.path
+    # The keys of base files beside the source, which count as given, and those of files that the system ships.
+    beside: dict[str, Located] = {}
+    shipped: dict[str, Any] = {}
+    named: list[str] = []  # the shipped files
+    missing: list[str] = []
+    left = itertools.count(_MAX_FILES - 1, -1)
+
+    def follow(defaults: Located, folder: Path) -> None:
+        """Read what a `defaults` list names, in order."""
+        for item in defaults.value if isinstance(defaults.value, list) else []:
+            if isinstance(item, Mapping):
+                for group, choice in item.items():
+                    name = group.removeprefix("override ").removeprefix("optional ")
+                    if name in launch.entries and choice is not None:
+                        shipped[name] = choice
+                    elif isinstance(choice, str):
+                        place, _, package = name.partition("@")
+                        add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
+            elif isinstance(item, str) and item != "_self_":
+                add(item, [folder], defaults.path, required=False)
+
+    def add(name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
+        """Read a base file in one of the folders, or else take the shipped one."""
+        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        if unknown := unknown_names(name):
+            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
+        if next(left) < 0:
+            raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
+        for folder in folders:
+            file = folder / f"{name}.yaml"
+            if file.is_file() and str(file) != path:
+                found, _ = read_leaves(read_text(file), str(file))
+                if PARENT in found:
+                    follow(found.pop(PARENT), file.parent)
+                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
+                beside.update({launch.canonical(prefix + key): value for key, value in found.items()})
+                return
+        if name in launch.bases:
+            own = dict(launch.bases[name])
+            if (parent := own.pop(PARENT, None)) is not None:
+                add(parent, [], path)
+            named.append(name)
+            shipped.update(own)
+        elif not required:
+            missing.append(name)
+        else:
+            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            raise ConfigError(said, key=PARENT, path=path)
+
     if reading.command is not None:
         name = option(reading.command, "--config-name", "-cn")
         if name is not None:
             folder = option(reading.command, "--config-path", "-cp") or "config"
             if unknown_names(folder):  # such as a folder of the environment; the path within it counts
                 folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
-            files.add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
+            add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
         elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
-            files.add(launch.programs[part], [], path)
+            add(launch.programs[part], [], path)
         else:
-            files.shipped |= launch.bases.get(launch.programs.get("", ""), {})
-    elif "defaults" in leaves and not isinstance(source, tuple):
-        files.follow(leaves.pop("defaults"), Path(source).parent)
-    reading = dataclasses.replace(
-        reading, leaves={**files.beside, **leaves}, recognized=reading.recognized or bool(files.named)
-    )
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=files.shipped, groups=launch.groups)
+            shipped |= launch.bases.get(launch.programs.get("", ""), {})
+    elif PARENT in leaves and not isinstance(source, tuple):
+        follow(leaves.pop(PARENT), Path(source).parent)
+    reading = dataclasses.replace(reading, leaves=beside | leaves, recognized=reading.recognized or bool(named))
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped, groups=launch.groups)
     notes = [*settings.notes]
-    if files.named:
-        notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
-    if files.missing and reading.command is None:
-        notes.append(f"defaults: {', '.join(files.missing)} not found beside this file; what it sets is not read.")
+    if named:
+        notes.append(f"{', '.join(named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
+    if missing and reading.command is None:
+        notes.append(f"defaults: {', '.join(missing)} not found beside this file; what it sets is not read.")
     return dataclasses.replace(settings, notes=tuple(notes))
-
-
-class _Bases:
-    """The base files of a source: those beside it, which count as given, and those that the system ships."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.beside: dict[str, Located] = {}
-        self.shipped: dict[str, Any] = {}
-        self.named: list[str] = []  # the shipped ones
-        self.missing: list[str] = []
-        self.left = _MAX_FILES
-
-    def follow(self, defaults: Located, folder: Path) -> None:
-        """Read what a `defaults` list names, in order."""
-        for item in defaults.value if isinstance(defaults.value, list) else []:
-            if isinstance(item, Mapping):
-                for group, choice in item.items():
-                    name = group.removeprefix("override ").removeprefix("optional ")
-                    if name in self.launch.entries and choice is not None:
-                        self.shipped[name] = choice
-                    elif isinstance(choice, str):
-                        place, _, package = name.partition("@")
-                        self.add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
-            elif isinstance(item, str) and item != "_self_":
-                self.add(item, [folder], defaults.path, required=False)
-
-    def add(self, name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
-        """Read a base file in one of the folders, or else take the shipped one.
-
-        Raises:
-            ConfigError: there is neither.
-        """
-        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
-        if unknown := unknown_names(name):
-            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
-        self.left -= 1
-        if self.left < 0:
-            raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
-        for folder in folders:
-            file = folder / f"{name}.yaml"
-            if file.is_file() and str(file) != path:
-                leaves, _ = read_leaves(read_text(file), str(file))
-                if PARENT in leaves:
-                    self.follow(leaves.pop(PARENT), file.parent)
-                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
-                self.beside |= {self.launch.canonical(prefix + key): value for key, value in leaves.items()}
-                return
-        if name in self.launch.bases:
-            own = dict(self.launch.bases[name])
-            if (parent := own.pop(PARENT, None)) is not None:
-                self.add(parent, [], path)
-            self.named.append(name)
-            self.shipped |= own
-        elif not required:
-            self.missing.append(name)
-        else:
-            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
-            raise ConfigError(said, key=PARENT, path=path)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rampup.dialects.reading import Entry, Launch, Settings, Source, read_hydra
+from rampup.dialects.reading import Launch, Settings, Source, read_hydra
 from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
@@ -131,11 +131,6 @@ class Dialect:
     notes: Callable[[Any], Iterable[str]]
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
 
-    @property
-    def keys(self) -> Mapping[str, Entry]:
-        """The keys that matter, with their defaults."""
-        return self.launch.entries
-
     def read(self, source: Source, overrides: Sequence[str]) -> Settings:
         """Return the values of a source with `key=value` settings."""
         return self.reader(source, overrides, self.launch)
@@ -224,7 +219,7 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
         tolerated, first = names - {rule.name}, rule.keys[0]
         nearest = _nearest_values(dialect, job, rule, first, own or (), tolerated)
         for key in rule.keys if own is not None and not nearest else ():
-            if dialect.keys[key].key.kind == "int":
+            if dialect.launch.entries[key].key.kind == "int":
                 own_division = () if rule.division is None else (rule.division(job),)
                 tried = whole_numbers(job.effective(key), own_division, divisions)
                 nearest = _nearest_values(dialect, job, rule, key, tried, tolerated)
@@ -248,7 +243,7 @@ def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
     before = {name: value for name, value in job.derived().items() if isinstance(value, int | float)}
-    for key, entry in dialect.keys.items():
+    for key, entry in dialect.launch.entries.items():
         value = job[key]
         if key not in job.settings.given or not entry.unit or not isinstance(value, int) or not 1 <= value < MAX_COUNT // 2:
             continue

@@ -49,14 +49,13 @@ MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 20_000, 200_000, 64
 _UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 _BREAK, _EMPTY = "\ue005", "\ue006"
+_RESERVED = re.compile(f"[{_UNSET}-{_EMPTY}\0]")
 _MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
+_EMPTIES = re.compile(f"{_UNSET}[^{_END}]*{_END}")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
-# Signs of an assignment such as `<<=`, and a name that an arithmetic expression changes.
-_SIGNS = r"<<|>>|[-+*/%&^|]"
-_CHANGED = re.compile(rf"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:{_SIGNS})?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
@@ -141,7 +140,7 @@ def read_commands(
     reader.env |= _read_slurm(text)
     reader.exported |= reader.env.keys()
     try:
-        reader.run(_Parser(_clean(text), line).script())
+        reader.run(_Parser(_RESERVED.sub("?", text), line).script())
     except _Stop:
         pass
     except (IndexError, ValueError, RecursionError) as error:
@@ -154,10 +153,6 @@ def _read_slurm(text: str) -> dict[str, str]:
     """Return Slurm's variables that the header of a batch script sets."""
     nodes = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     return {name: number for option, number in _SLURM.findall(text) for name in _SLURM_NAMES.get(option, nodes)}
-
-
-def _clean(text: str) -> str:
-    return re.sub(f"[{_UNSET}-{_EMPTY}\0]", "?", text)
 
 
 def needs_arguments(text: str) -> bool:
@@ -185,8 +180,7 @@ class _Parser:
     def __init__(self, text: str, line: int | None = None) -> None:
         self.text, self.at, self.line = text, 0, line
         self.newlines = [match.start() for match in re.finditer("\n", self.text)]
-        self.documents: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs are stripped, where the body goes
-        self.depth = 0
+        self.documents: list[tuple[str, str, list[str]]] = []  # end word, pattern of indents to strip, where the body goes
 
     def script(self) -> list[Any]:
         """Return all nodes of the text; a stray end of a compound is skipped."""
@@ -204,7 +198,15 @@ class _Parser:
             return ""
         if (match := _OPERATOR.match(self.text, self.at)) and not self.text.startswith(("<(", ">("), self.at):
             return match[0]
-        return self.text[self.at : _word_end(self.text, self.at)]
+        text, start = self.text, self.at
+        end = _skip(text, start)  # also over `<` or `>`, with which `<(command)` begins
+        while True:
+            is_process = text[end - 1] in "=<>" and (text[start] in "<>" or _ASSIGNMENT.match(text, start, end))
+            if text[end : end + 1] == "(" and (is_process or (text[end - 1] in "@?*+!" and end - 1 > start)):
+                end = _close(text, end) + 1
+            if end >= len(text) or text[end] in " \t\r\n;&|()<>":
+                return text[start:end]
+            end = _skip(text, end)
 
     def next(self) -> str:
         token = self.peek()
@@ -212,16 +214,11 @@ class _Parser:
         if token == "\n":
             documents, self.documents = self.documents, []
             for end, tabs, body in documents:
-                lines = []
-                while self.at < len(self.text):
-                    stop = self.text.find("\n", self.at)
-                    row = self.text[self.at : stop if stop >= 0 else len(self.text)]
-                    self.at += len(row) + 1
-                    row = row.lstrip("\t") if tabs else row
-                    if row.rstrip("\r") == end:
-                        break
-                    lines.append(row)
-                body.append("\n".join(lines))
+                last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(self.text, self.at)
+                inner = self.text[self.at : last.start() if last else len(self.text)].removesuffix("\n")
+                body.append(re.sub(rf"^{tabs}", "", inner, flags=re.MULTILINE))
+                self.at = last.end() if last else len(self.text)
+                self.at += self.text.startswith("\n", self.at)
         return token
 
     def expect(self, *tokens: str) -> str:
@@ -240,9 +237,6 @@ class _Parser:
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
         rows, connector = [], ""
-        self.depth += 1
-        if self.depth > 100:
-            raise RecursionError
         while token := self.peek():
             if token in (";", "&", "\n"):
                 self.next()
@@ -261,7 +255,6 @@ class _Parser:
                     pipe.append(self.command())
                 rows.append((connector, negated, pipe))
                 connector = ""
-        self.depth -= 1
         return rows
 
     def command(self) -> _Node:
@@ -318,12 +311,13 @@ class _Parser:
                 self.skip("\n")
             self.expect("esac")
         elif kind == "function":
-            name = self.next()
+            words = [self.next()]
             if self.peek() == "(":
                 self.next()
                 self.expect(")")
-            return self.function(name, line)
-        while self.redirect(_Node("command", line, [], [])):
+            self.skip("\n")
+            parts = [self.command()]
+        while self.redirect([]):
             pass
         return _Node(kind, line, words, parts)
 
@@ -340,10 +334,6 @@ class _Parser:
         self.expect(end)
         return body
 
-    def function(self, name: str, line: int) -> _Node:
-        self.skip("\n")
-        return _Node("function", line, [name], [self.command()])
-
     def simple(self, line: int) -> _Node:
         """Return a simple command; redirections are dropped, here-documents kept."""
         node = _Node("command", line, [], [])
@@ -358,14 +348,15 @@ class _Parser:
                 self.expect(")")
                 if len(node.words) != 1:
                     raise ValueError(f"line {line}: unexpected '('")
-                return self.function(node.words[0], line)
-            elif not self.redirect(node):
+                self.skip("\n")
+                return _Node("function", line, node.words, [self.command()])
+            elif not self.redirect(node.parts):
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
         return node
 
-    def redirect(self, node: _Node) -> bool:
-        """Drop a redirection, but keep the body of a here-document; return whether there was one."""
+    def redirect(self, bodies: list[Any]) -> bool:
+        """Drop a redirection, but add the body of a here-document; return whether there was one."""
         if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
         self.at = match.end()
@@ -373,21 +364,9 @@ class _Parser:
         if match[1] in ("<<", "<<-"):
             end = re.sub(r"[\"'\\]", "", target)
             body = [] if end == target else ["quoted"]
-            self.documents.append((end, match[1] == "<<-", body))
-            node.parts.append(body)
+            self.documents.append((end, "\t*" if match[1] == "<<-" else "", body))
+            bodies.append(body)
         return True
-
-
-def _word_end(text: str, at: int) -> int:
-    """Return the end of the word at a place of a text."""
-    start = at
-    while at < len(text) and (text[at] not in " \t\r\n;&|()<>" or (at == start and text[at] in "<>")):
-        at = _skip(text, at)
-        if (
-            text[at - 1] in "=<>" and text[at : at + 1] == "(" and (text[start] in "<>" or _ASSIGNMENT.match(text, start, at))
-        ) or (text[at : at + 1] == "(" and text[at - 1] in "@?*+!" and at - 1 > start):
-            at = _close(text, at) + 1
-    return at
 
 
 def _skip(text: str, at: int) -> int:
@@ -489,7 +468,8 @@ class _Reader:
             try:
                 self.run(rows)
             except _Stop as stop:
-                return None if stop.args[0] == "exit" else self.env
+                if stop.args[0] == "exit":
+                    return None
             return self.env
 
     @contextlib.contextmanager
@@ -532,13 +512,13 @@ class _Reader:
         elif node.kind == "function":
             self.functions[node.words[0]] = node.parts[0]
         elif node.kind in ("if", "case"):
-            subject, ends, cause = self.text(node.words[0], unset="") if node.words else "", [], ""
+            subject, ends, cause = self.text(node.words[0], empty=True) if node.words else "", [], ""
             for condition, body in node.parts:
                 self.cause = ""
                 if node.kind == "if":
                     met = True if condition is None else self.run(condition)
                 else:
-                    texts = [self.text(pattern, unset="") for pattern in condition]
+                    texts = [self.text(pattern, empty=True) for pattern in condition]
                     self.cause = _first_name(subject, *texts)
                     met = any(fnmatchcase(subject, text) for text in texts)
                     if any(map(_has_unknown, (subject, *texts))) and "*" not in texts:
@@ -552,14 +532,7 @@ class _Reader:
             else:
                 ends.append(self.env)
             self.join(ends, cause, exhaustive=True)
-        else:
-            self.loop(node)
-        return status
-
-    def loop(self, node: _Node) -> None:
-        """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
-        body = node.parts[-1]
-        if node.kind == "for":
+        elif node.kind == "for":  # once for each word
             name = node.words[0]
             raw_words = list[str]()
             for raw in node.words[1:]:  # of which {1..4} and {a,b} are several
@@ -570,19 +543,20 @@ class _Reader:
             for item in [word for raw in raw_words for word in self.words(raw)][:MAX_REPEATS]:
                 unknown = _has_unknown(item) or "*" in item
                 self.assign(name, "", _mark(name) if unknown else item)
-                if not self.repeat(body):
+                if not self.repeat(node.parts[-1]):
                     break
         elif node.kind == "count":
             self.arithmetic(node.words[0])
             for _ in range(MAX_REPEATS):
                 value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-                if _has_unknown(value):
-                    self.join([self.attempt(body)], "", exhaustive=False)
-                if value == "0" or _has_unknown(value) or not self.repeat(body):
+                if _has_unknown(value):  # once, as a branch that may not be taken
+                    self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
+                if value == "0" or _has_unknown(value) or not self.repeat(node.parts[-1]):
                     break
                 self.arithmetic(node.words[2])
-        elif self.run(node.parts[0]) is not (node.kind == "until"):
-            self.join([self.attempt(body)], "", exhaustive=False)
+        elif self.run(node.parts[0]) is not (node.kind == "until"):  # likewise
+            self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
+        return status
 
     def repeat(self, body: Sequence[Any]) -> bool:
         try:
@@ -594,15 +568,15 @@ class _Reader:
         return True
 
     def command(self, node: _Node) -> bool | None:
-        number = next((n for n, word in enumerate(node.words) if not _ASSIGNMENT.match(word)), len(node.words))
-        raw, own = node.words[number:], [_ASSIGNMENT.fullmatch(word).groups() for word in node.words[:number]]  # type: ignore[union-attr]
+        own = [match.groups() for match in itertools.takewhile(bool, map(_ASSIGNMENT.fullmatch, node.words)) if match]
+        raw = node.words[len(own) :]
         if not raw:
             for assignment in own:
                 self.set(*assignment)
             return True
         if raw[0] in ("[[", "[", "test"):
             quoted = raw[0] == "[["
-            found = (self.words(part, unset="", split=not quoted) or [""] * quoted for part in raw[1:])
+            found = (self.words(part, empty=True, split=not quoted) or [""] * quoted for part in raw[1:])
             words = list(itertools.chain.from_iterable(found))
             test = _Test(words if raw[0] == "test" else words[:-1])
             value = test.value()
@@ -623,7 +597,15 @@ class _Reader:
             return True
         name, *rest = words
         if name in self.functions:
-            return self.call(name, rest)
+            if self.depth >= MAX_NESTING:
+                return None
+            with self.changed(arguments=[self.arguments[0], *rest], depth=self.depth + 1):
+                try:
+                    return self.node(self.functions[name])
+                except _Stop as stop:
+                    if stop.args[0] != "return":
+                        raise
+                    return None
         values = {name: self.text(value) for name, _, _, value in own}
         match name:
             case "exit" | "return" | "break" | "continue":
@@ -636,7 +618,7 @@ class _Reader:
                 del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
             case "cd":
                 folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
-                path = os.path.normpath(os.path.join(self.get("PWD") or ".", folder))
+                path = os.path.normpath(os.path.join(self.get("PWD"), folder))
                 self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
             case "unset":
                 for word in rest:
@@ -667,18 +649,6 @@ class _Reader:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
             return self.run(_Parser(text, line).script()) if self.depth < MAX_NESTING else None
-
-    def call(self, name: str, arguments: list[str]) -> bool | None:
-        """Evaluate a function of the script."""
-        if self.depth >= MAX_NESTING:
-            return None
-        with self.changed(arguments=[self.arguments[0], *arguments], depth=self.depth + 1):
-            try:
-                return self.node(self.functions[name])
-            except _Stop as stop:
-                if stop.args[0] != "return":
-                    raise
-                return None
 
     def record(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
         """Keep a command, and those in its script, its quoted words and here-documents."""
@@ -717,12 +687,27 @@ class _Reader:
 
     def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
         """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
-        number, arguments, sourced = len(self.commands), words[place + 1 :], words[0] in ("source", ".")
-        command = Command(tuple(words), line, str(self.path), script=words[place], places=self.places)
+        number, word, arguments, sourced = len(self.commands), words[place], words[place + 1 :], words[0] in ("source", ".")
+        command = Command(tuple(words), line, str(self.path), script=word, places=self.places)
         self.commands.append(command)
         try:
-            file, folder = self.find(words[place])
-            text = _clean(read_text(file))
+            if word.startswith("<("):
+                raise ConfigError(f"what {show_unknown(word)} prints is not known")
+            if names := unknown_names(word):
+                settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
+                raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
+            # The working directory may be one of another machine.
+            pwd, found = self.get("PWD"), list[tuple[str, str]]()
+            for directory in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
+                for up in map(str, self.path.absolute().parents):
+                    start = os.path.normpath(os.path.join(up, directory))
+                    file = os.path.normpath(os.path.join(start, word))
+                    found += [(file, start)] if os.path.isfile(file) else []
+            if not found:
+                raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
+            running = {row[0] for row in self.running}
+            file, folder = min(found, key=lambda row: row[0] in running)
+            text = _RESERVED.sub("?", read_text(file))
             if not sourced:
                 before = [part for word in words[:place] for part in word.removeprefix("--export=").split(",")]
                 own = {**own, "PWD": folder, **dict(part.split("=", 1) for part in before if _ASSIGNMENT.fullmatch(part))}
@@ -731,7 +716,7 @@ class _Reader:
                     own |= _read_slurm("".join([text if "sbatch" in before else "", *options]))
             state = (file, arguments, {name: self.env[name] for name in self.env if sourced or name in self.exported} | own)
             if state in self.running:
-                raise ConfigError(f"{words[place]} starts itself")
+                raise ConfigError(f"{word} starts itself")
             if self.depth + 1 >= MAX_NESTING or next(self.scripts) > MAX_SCRIPTS:
                 raise ConfigError(f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all")
             path = Path(file.removeprefix(f"{Path.cwd()}/"))
@@ -755,50 +740,32 @@ class _Reader:
             return None if sourced else True
         return True
 
-    def find(self, word: str) -> tuple[str, str]:
-        """Return the file of a script, and the folder in which it starts."""
-        if word.startswith("<("):
-            raise ConfigError(f"what {show_unknown(word)} prints is not known")
-        if names := unknown_names(word):
-            settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
-            raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
-        pwd, found = self.get("PWD") or ".", list[tuple[str, str]]()
-        # A folder that is not here may be one of another machine.
-        for folder in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
-            for up in map(str, self.path.absolute().parents):
-                start = os.path.normpath(os.path.join(up, folder))
-                file = os.path.normpath(os.path.join(start, word))
-                found += [(file, start)] if os.path.isfile(file) else []
-        if not found:
-            raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
-        running = {row[0] for row in self.running}
-        return min(found, key=lambda row: row[0] in running)
-
     # Variables and expansions.
 
     def get(self, name: str, key: str | None = None) -> Any:
-        """Return the value of a parameter: text, a list, or None if it is not set."""
+        """Return the value of a parameter: text, a list, or the marker of one that is not set."""
         if name in self.given:
             return self.given[name]
         if name in ("@", "*"):
             return self.arguments[1:]
         if name.isdigit():
-            return self.arguments[int(name)] if int(name) < len(self.arguments) else None
+            return self.arguments[int(name)] if int(name) < len(self.arguments) else _mark(f"${name}", _ARGUMENT)
         if name in "#?$!-":
             return str(len(self.arguments) - 1) if name == "#" else "0" if name == "?" else _mark(f"${name}")
-        value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name)
+        missing = _mark(name, _UNSET)
+        value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name, [] if key else missing)
         if key is None:
-            return value[0] if isinstance(value, list) and value else "" if value == [] else value
+            return value[0] if isinstance(value, list) and value else value or ""
         index = self.text(key[1:-1])
         if f"{name}[{index}]" in self.env:
             return self.env[f"{name}[{index}]"]
-        items = value if isinstance(value, list) else [] if value is None else [value]
+        items = value if isinstance(value, list) else [value]
         if index in ("@", "*"):
             return items
-        number = self.arithmetic(index) if not isinstance(value, str) or not _has_unknown(value) else index
-        if _has_unknown(number):
-            return _mark(f"{name}")
-        return items[int(number)] if -len(items) <= int(number) < len(items) else None
+        number = self.arithmetic(index)
+        if _has_unknown(number) or (isinstance(value, str) and _has_unknown(value) and number != "0"):
+            return _mark(name)
+        return items[int(number)] if -len(items) <= int(number) < len(items) else missing
 
     def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
         """Assign the raw text after the `=`."""
@@ -809,11 +776,11 @@ class _Reader:
                 parser.next()
                 parts += [] if _OPERATOR.fullmatch(token) else [token]
             items = [word for part in parts for word in (self.words(part) if "=" not in part[:1] else [part])]
-            keyed = [match for part in items if (match := re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL))]
-            for match in keyed:
-                self.env[f"{name}[{match[1]}]"] = match[2]
+            pairs = (re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in items)
+            keyed = {pair[1]: pair[2] for pair in pairs if pair}
+            self.env |= {f"{name}[{index}]": item for index, item in keyed.items()}
             old = before if isinstance(before, list) else [] if before is None else [before]
-            self.assign(name, "", [*(old if plus else []), *([match[2] for match in keyed] if keyed else items)])
+            self.assign(name, "", [*(old if plus else []), *(keyed.values() or items)])
             return
         value = self.text(raw)
         if plus and not key:
@@ -832,34 +799,41 @@ class _Reader:
             self.env[name] = value
             return
         index, items = self.text(key[1:-1]), self.env.get(name)
+        if isinstance(items, list) and not any(item.startswith(f"{name}[") for item in self.env):  # no mapping
+            index = self.arithmetic(index)
         if index.isdigit() and isinstance(items, list) and int(index) <= len(items):
             self.env[name] = [*items[: int(index)], value, *items[int(index) + 1 :]]
         else:
             self.env[f"{name}[{index}]"] = value
 
-    def words(self, raw: str, *, unset: str | None = None, split: bool = True) -> list[str]:
-        """Return the words that a raw word becomes: none, one or several."""
+    def words(self, raw: str, *, empty: bool = False, split: bool = True) -> list[str]:
+        """Return the words that a raw word becomes: none, one or several; `empty` as in `text`."""
         text = ""
-        for piece, quoted in self.pieces(raw, unset):
+        for piece, quoted in self.pieces(raw):
             parts = piece if isinstance(piece, list) else [piece]
             if quoted or not split:
                 text += _BREAK.join(_EMPTY + part for part in parts)
             else:
                 text += re.sub(r"\s+", _BREAK, " ".join(parts))
+        text = _EMPTIES.sub("", text) if empty else text
         return [word.replace(_EMPTY, "") for word in text.split(_BREAK) if word]
 
-    def text(self, raw: str, *, unset: str | None = None, quoted: bool = False) -> str:
-        """Return a raw word, or the inside of double quotes, as one text, without splitting it."""
-        pieces = self.pieces(raw, unset, quoted=quoted)
-        return "".join(" ".join(part) if isinstance(part, list) else part for part, _ in pieces)
+    def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
+        """Return a raw word, or the inside of double quotes, as one text, without splitting it.
 
-    def pieces(self, raw: str, unset: str | None, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
+        Variables that nothing sets are empty in a test (`empty`), but not among the words of a command.
+        """
+        pieces = self.pieces(raw, quoted=quoted)
+        text = "".join(" ".join(part) if isinstance(part, list) else part for part, _ in pieces)
+        return _EMPTIES.sub("", text) if empty else text
+
+    def pieces(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
         """Yield the expanded parts of a raw word, or of the inside of double quotes, and whether each is protected."""
         at = 0
         while at < len(raw):
             letter, start = raw[at], at
             if letter in "$`":
-                value, at = self.expand(raw, at, unset)
+                value, at = self.expand(raw, at)
                 joined = quoted and isinstance(value, list) and raw[start:at].endswith(("*", "[*]}"))
                 yield " ".join(value) if joined else value, quoted or raw.startswith("$'", start)
             elif letter == "\\" and (not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")):
@@ -869,7 +843,7 @@ class _Reader:
                 at = _skip(raw, at)
                 inner: list[tuple[Any, bool]] = [(raw[start + 1 : at - 1], True)]
                 if letter == '"':
-                    inner = list(self.pieces(inner[0][0], unset, quoted=True))
+                    inner = list(self.pieces(inner[0][0], quoted=True))
                 if len(inner) != 1 or not isinstance(inner[0][0], list):
                     yield "", True
                 yield from inner
@@ -878,7 +852,7 @@ class _Reader:
                 at = next((n for n in range(at + 1, len(raw)) if raw[n] in ends), len(raw))
                 yield raw[start:at], True
 
-    def expand(self, raw: str, at: int, unset: str | None) -> tuple[Any, int]:
+    def expand(self, raw: str, at: int) -> tuple[Any, int]:
         """Return the value of the expansion at a place, and the place after it."""
         end = _skip(raw, at)
         part = raw[at:end]
@@ -892,16 +866,14 @@ class _Reader:
             path = self.print_path(part.removeprefix("$")[1:-1])
             return _mark("$" + part if part[0] == "`" else part) if path is None else path, end
         if part.startswith("${"):
-            return self.parameter(part[2:-1], unset), end
+            return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
-        if match is None:
-            return "$", at + 1
-        return self.or_marker(match[1], self.get(match[1]), unset), match.end()
+        return ("$", at + 1) if match is None else (self.get(match[1]), match.end())
 
     def print_path(self, text: str) -> str | None:
         """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
         rows = _Parser(text, 0).script() if _PATHS.match(text) else []
-        folder, result = self.get("PWD") or ".", None
+        folder, result = self.get("PWD"), None
         for _, _, pipe in rows:
             name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
             operands = [word for word in rest if not word.startswith("-")]
@@ -920,17 +892,7 @@ class _Reader:
                 return None
         return result
 
-    def or_marker(self, name: str, value: Any, unset: str | None) -> Any:
-        """Return a value; a missing one, or one made of a missing one, is `unset` if that is given."""
-        if value is None:
-            if name.isdigit():
-                return _mark(f"${name}", _ARGUMENT)
-            return _mark(name, _UNSET) if unset is None else unset
-        if unset is not None and isinstance(value, str):
-            return re.sub(f"{_UNSET}[^{_END}]*{_END}", unset, value)
-        return value
-
-    def parameter(self, body: str, unset: str | None) -> Any:
+    def parameter(self, body: str) -> Any:
         """Return the value of `${body}`."""
         match = _PARAMETER.fullmatch(body)
         if match is None:
@@ -938,25 +900,24 @@ class _Reader:
         prefix, name, key, rest = match.groups()
         if prefix == "!" and not rest and not key:
             target = self.text(f"${name}")
-            return self.or_marker(target, self.get(target), unset) if target.isidentifier() else _mark(name)
+            return self.get(target) if target.isidentifier() else _mark(name)
         value = self.get(name, key)
+        is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and bool(_MARKER.fullmatch(value))
         if prefix == "!":  # the keys of a mapping
             keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
-            return keys or [str(n) for n in range(len(value or []))]
+            return keys or [str(n) for n in range(len(value))]
         if prefix == "#":
-            return _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value or ""))
+            return "0" if is_missing else _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value))
         if found := re.match(r":?[-=+?]", rest):
-            is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
-            is_set = value is not None and not is_missing and (found[0][0] != ":" or bool(value))
+            is_set = not is_missing and (found[0][0] != ":" or bool(value))
             if found[0][-1] == "+":
-                return self.text(rest[found.end() :], unset=unset) if is_set else ""
+                return self.text(rest[found.end() :]) if is_set else ""
             if is_set or found[0][-1] == "?":
-                return self.or_marker(name, value, unset)
-            other = self.text(rest[found.end() :].strip("\n"), unset=unset)
+                return value
+            other = self.text(rest[found.end() :].strip("\n"))
             if found[0][-1] == "=":
                 self.assign(name, key, other)
             return other
-        value = self.or_marker(name, value, unset)
         if not rest:
             return value
         if isinstance(value, list):
@@ -973,9 +934,7 @@ class _Reader:
         if _has_unknown(value) or (sign[0] in "#%/" and _has_unknown(pattern)):
             return value if _MARKER.fullmatch(value) else _mark("${...}")
         if sign[0] in "#%":
-            places = list(range(len(value) + 1))
-            if sign in ("##", "%"):
-                places.reverse()
+            places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
             if sign[0] == "#":
                 return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
             return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
@@ -991,52 +950,80 @@ class _Reader:
         return {"^": str.upper, ",": str.lower}.get(rest[0], str)(value) if len(rest) > 1 else value
 
     def arithmetic(self, raw: str) -> str:
-        """Return the value of an arithmetic expression, which may assign; unknown if any part of it is."""
+        """Return the value of an arithmetic expression, which may assign; unknown if a part that is evaluated is."""
         return self.evaluate(self.text(raw.replace('"', ""), quoted=True))
 
     def evaluate(self, text: str) -> str:
-        """Return the value of an arithmetic expression whose expansions with `$` are done."""
-        parts, depth = [""], 0  # between commas, except those in brackets
-        for piece in (match[0] for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL)):
-            depth += (piece in "([{") - (piece in ")]}")
-            is_end = piece == "," and not depth
-            parts[-1] += "" if is_end else piece
-            parts += [""] * is_end
-        *before, raw = parts
-        for part in before:
-            self.evaluate(part)
-        if match := re.fullmatch(rf"\s*([A-Za-z_]\w*)\s*({_SIGNS})?=(?!=)(.*)", raw, re.DOTALL):
-            value = self.evaluate(f"{match[1]} {match[2]} ({match[3]})" if match[2] else match[3])
-            self.assign(match[1], "", value)
-            return value
-        if match := re.fullmatch(r"\s*(?:(\+\+|--)\s*(\w+)|(\w+)\s*(\+\+|--))\s*", raw):
-            name, sign = match[2] or match[3], (match[1] or match[4])[0]
-            value = self.evaluate(name)
-            self.assign(name, "", self.evaluate(f"{name} {sign} 1"))
-            return value
-        if changed := [name for names in _CHANGED.findall(_MARKER.sub("?", raw)) for name in names if name]:
-            # Assignments within an expression: in which order, and whether at all, is not followed.
-            for name in changed:
+        """Return the value of an arithmetic expression whose expansions with `$` are done.
+
+        It is parsed into functions without arguments, so that a side of a condition that is not taken does not happen.
+        """
+        tokens = [*(match[0] for match in _TOKEN.finditer(text)), ""]
+
+        def expect(token: str) -> None:
+            if tokens.pop(0) != token:
+                raise ValueError(text)
+
+        def expression(level: int) -> Callable[[], int]:
+            token = tokens.pop(0)
+            left: Callable[[], int]
+            if token in _UNARY:
+                operand = expression(len(_LEVELS))
+                left = partial(lambda sign: int(_UNARY[sign](operand())), token)
+            elif token == "(":
+                left = expression(0)
+                expect(")")
+            elif match := _VARIABLE.fullmatch(token):
+                right = expression(1) if match[4] and match[4].endswith("=") else lambda: 1
+                left = partial(self.variable, match, right)
+            else:
+                left = partial(_number, token)
+            while (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
+                sign = tokens.pop(0)
+                right = expression(own + (sign not in ("?", "**")))
+                if sign == "?":
+                    expect(":")
+                    left = partial(lambda test, first, second: (first if test() else second)(), left, right, expression(own))
+                else:
+                    left = partial(_apply, sign, left, right)
+            return left
+
+        try:
+            value = expression(0) if len(tokens) > 1 else int
+            expect("")
+            return str(value())
+        except (ValueError, ArithmeticError, IndexError) as error:
+            # Which of its assignments have happened is not known.
+            for name in (match[2] for match in _VARIABLE.finditer(_MARKER.sub("?", text)) if match[1] or match[4]):
                 for item in (name, *(item for item in self.env if item.startswith(f"{name}["))):
                     self.env[item] = _mark(name)
-            return _mark(f"$(({raw.strip()}))")
-        text = raw
-        for _ in range(MAX_NESTING):
-            if _has_unknown(text) or not re.search(r"[A-Za-z_]\w*", text):
-                break
-            text = re.sub(
-                r"(?<![\w#])([A-Za-z_]\w*)(\[[^\]]*\])?", lambda name: f"({self.text('${' + name[0] + '}') or 0})", text
-            )
-        if found := _MARKER.search(text):
-            return found[0]
-        try:
-            return str(_calculate(text))
-        except (ValueError, ArithmeticError, IndexError, RecursionError):
-            return _mark(f"$(({raw.strip()}))")
+            found = _MARKER.search(text) or _MARKER.fullmatch(str(error))
+            return found[0] if found else _mark(f"$(({text.strip()}))")
+
+    def variable(self, match: re.Match[str], right: Callable[[], int]) -> int:
+        """Return the value of a variable in an arithmetic expression, which may hold one itself; change it as the signs say."""
+        before, name, key, after = match.groups("")
+        if after == "=":
+            old = new = right()
+        else:
+            text = self.text("${" + name + key + "}")
+            if not (text.isdecimal() or _has_unknown(text)):
+                if self.depth >= MAX_NESTING:
+                    raise ValueError(text)
+                if next(self.steps) > MAX_STEPS:
+                    raise RecursionError
+                with self.changed(depth=self.depth + 1):
+                    text = self.evaluate(text)
+            old = _number(text)
+            if not before + after:
+                return old
+            new = _apply((before or after)[:-1], lambda: old, right)
+        self.assign(name, key, str(new))
+        return old if after in ("++", "--") else new
 
 
 # C's binary operators, from the loosest to the tightest.
-_LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
+_LEVELS = (",", "?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
 _PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow,
@@ -1044,61 +1031,30 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
     "<<": operator.lshift, ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    ",": lambda _, last: last,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert}
-_TOKEN = re.compile(r"0[xX][0-9a-fA-F]+|\d+|\*\*|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>&|^!~?:()]|\S")
+# A variable with what changes it: `++` or `--` on either side, or an assignment such as `<<=`.
+_VARIABLE = re.compile(r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?")
+_TOKEN = re.compile(rf"{_MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{_VARIABLE.pattern}|\*\*|<<|>>|[<>=!]=|&&|\|\||\S")
 
 
-def _calculate(text: str) -> int:
-    """Return the value of an arithmetic expression of numbers.
+def _number(token: str) -> int:
+    if _has_unknown(token):
+        raise ValueError(token)
+    return int(token, 8 if re.fullmatch(r"0\d+", token) else 0)
 
-    Example:
-        >>> _calculate("(7 / 2) * 3 + (4 > 3 ? 10 : 20)")
-        19
-    """
-    tokens = [*_TOKEN.findall(text), ""]
 
-    def expect(token: str) -> None:
-        if tokens.pop(0) != token:
-            raise ValueError(text)
-
-    def expression(level: int = 0) -> Callable[[], int]:
-        token = tokens.pop(0)
-        left: Callable[[], int]
-        if token in _UNARY:
-            operand = expression(len(_LEVELS))
-            left = partial(lambda sign: int(_UNARY[sign](operand())), token)
-        elif token == "(":
-            left = expression()
-            expect(")")
-        else:
-            left = partial(int, token, 8 if re.fullmatch(r"0\d+", token) else 0)
-        while (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
-            sign = tokens.pop(0)
-            right = expression(own + (sign not in ("?", "**")))
-            if sign == "?":
-                expect(":")
-                left = partial(lambda test, first, second: (first if test() else second)(), left, right, expression())
-            else:
-                left = partial(apply, sign, left, right)
-        return left
-
-    def apply(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
-        if sign in ("||", "&&"):
-            return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
-        first, second = left(), right()
-        if sign in ("<<", ">>", "**") and not 0 <= second < 64:
-            raise ValueError(text)  # undefined in C, or an error
-        result = int(_ARITHMETIC[sign](first, second))
-        if abs(result) >= 2**63:
-            raise ValueError(text)
-        return result
-
-    if tokens == [""]:
-        return 0
-    value = expression()
-    expect("")
-    return value()
+def _apply(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
+    if sign in ("||", "&&"):
+        return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
+    first, second = left(), right()
+    if sign in ("<<", ">>", "**") and not 0 <= second < 64:
+        raise ValueError(sign)  # undefined in C, or an error
+    result = int(_ARITHMETIC[sign](first, second))
+    if abs(result) >= 2**63:
+        raise ValueError(sign)
+    return result
 
 
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
@@ -1127,7 +1083,8 @@ class _Test:
     def one(self) -> bool | None:
         if not self.words:
             return False
-        word = self.words.pop(0)
+        word = text = self.words.pop(0)
+        value: bool | None = bool(word)
         if word in _OPERATORS and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
             self.words.clear()
             return False
@@ -1139,25 +1096,22 @@ class _Test:
             self.words[:1] = []
             return result
         if re.fullmatch(r"-[a-zA-Z]", word) and self.words and self.words[0] not in _OPERATORS:
-            operand = self.words.pop(0)
+            text = self.words.pop(0)
             if word not in ("-z", "-n"):
                 return None
-            is_empty = not operand or operand[0] == _ARGUMENT
-            return self.known(is_empty == (word == "-z"), "" if is_empty else operand)
-        if len(self.words) > 1 and self.words[0] in _OPERATORS:
+            value = bool(text) == (word == "-n")
+            if text[:1] == _ARGUMENT:
+                value, text = word == "-z", ""
+        elif len(self.words) > 1 and self.words[0] in _OPERATORS:
             sign, other = self.words.pop(0), self.words.pop(0)
-            if sign == "=~":
-                return self.known(None, word)
+            text += other
             if sign in _NUMBER_TESTS:
-                whole = all(re.fullmatch(r"\s*-?\d+\s*", text) for text in (word, other))
-                return self.known(_NUMBER_TESTS[sign](int(word), int(other)) if whole else None, word + other)
-            if sign in ("<", ">"):
-                return self.known((word < other) == (sign == "<"), word + other)
-            return self.known(fnmatchcase(word, other) == (sign != "!="), word + other)
-        return self.known(bool(word), word)
-
-    def known(self, value: bool | None, text: str) -> bool | None:
-        """Return a value, or None if the text that it is made of is unknown."""
+                whole = all(re.fullmatch(r"\s*-?\d+\s*", number) for number in (word, other))
+                value = _NUMBER_TESTS[sign](int(word), int(other)) if whole else None
+            elif sign in ("<", ">"):
+                value = (word < other) == (sign == "<")
+            else:
+                value = fnmatchcase(word, other) == (sign != "!=") if sign != "=~" else None
         if _has_unknown(text):
             self.unknown.append(text)
             return None

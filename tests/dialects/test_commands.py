@@ -2,6 +2,7 @@
 """Tests of scripts, commands and base files as `rampup check` reads them, for all six systems."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.dialect_files import expect
 
 from rampup.cli import main
 from rampup.dialects import SYSTEMS, check_command, check_file
+from rampup.dialects.script import read_commands
 from rampup.errors import ConfigError
 
 VERL = (
@@ -26,25 +28,22 @@ COMMANDS = {
     "skyrl": (f"uv run --extra vllm -m skyrl.train.entrypoints.main_base {SKYRL}", "samples_per_step", 320),
     "maxtext": (
         "python3 -m MaxText.train src/maxtext/configs/base.yml run_name=x per_device_batch_size=$BATCH num_target_devices=4",
-        "global_batch_size_to_load",
-        256,
-    ),
+        "global_batch_size_to_load", 256),
     "maxtext_rl": (
         "python3 -m maxtext.trainers.post_train.rl.train_rl post_train/rl.yml batch_size=$BATCH rl.num_generations=5 num_devices=8",
-        "samples_per_step",
-        320,
-    ),
+        "samples_per_step", 320),
     "megatron": (
         "torchrun --nproc_per_node=8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size $BATCH --train-iters 10 --seq-length 8",
-        "num_microbatches",
-        [4],
-    ),
+        "num_microbatches", [4]),
     "trlx": (
         "accelerate launch --num_processes 4 ppo_sentiments.py '{\"method.num_rollouts\": '$BATCH', \"method.chunk_size\": 16}'",
-        "samples_per_step",
-        256,
-    ),
-}
+        "samples_per_step", 256),
+}  # fmt: skip
+
+
+def command_words(system):
+    """Return the words of a command with a batch of 64."""
+    return read_commands(f"BATCH=64\n{COMMANDS[system][0]}", "x.sh", {}, re.compile("!"))[-1].words
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -65,13 +64,8 @@ def test_check_file_asks_for_an_unknown_variable(tmp_path, system):
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_check_reads_a_command_after_two_dashes(capsys, system):
     """`rampup check --from SYSTEM -- COMMAND ...` gives the verdict of the command; settings before the dashes win."""
-    command, key, value = COMMANDS[system]
-    words = (
-        command.replace("$((BATCH / 4))", "16").replace("$((BATCH/4))", "16").replace("'$BATCH'", "64").replace("$BATCH", "64")
-    )
-    words = words.replace("${NNODES:-1}", "1").replace("'", "").split()
-    if system == "trlx":
-        words = [*words[:5], '{"method.num_rollouts": 64, "method.chunk_size": 16}']
+    _, key, value = COMMANDS[system]
+    words = command_words(system)
     assert main(["check", "--json", "--from", system, "--", *words]) in (0, 2)
     assert json.loads(capsys.readouterr().out)["derived"][key] == value
     assert check_command(words, system).derived[key] == value
@@ -124,22 +118,16 @@ def test_keys_for_a_script_are_not_a_launch(tmp_path):
     words = ["bash", str(tmp_path / "run.sh"), "trainer.micro_train_batch_size_per_gpu=2", "trainer.policy_mini_batch_size=8"]
     path = tmp_path / "e2e.sh"
     path.write_text(" ".join(words))
-    for check in (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl")):
+    checks = (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl"))
+    for check in checks:
         with pytest.raises(ConfigError, match=r"run\.sh is neither beside this script nor in a folder above it"):
             check()
     (tmp_path / "run.sh").write_text(f'BATCH=64\n{child} "$@"\n')
-    for found in (check_command(words, "skyrl"), check_file(path, "skyrl")):
-        assert found.derived[key] == value
-        assert found.derived["data_parallel_size"] == 8
-        assert found.derived["mini_batch_samples"] == 40
+    for check in checks:
+        expect(check(), **{key: value, "data_parallel_size": 8, "mini_batch_samples": 40})
     # A launcher of the machine, which starts the program that it is given, need not be there.
-    assert (
-        check_command(
-            ["/opt/launch.sh", *f"{child} trainer.epochs=2".replace("$BATCH", "64").replace("$((BATCH/4))", "16").split()],
-            "skyrl",
-        ).derived[key]
-        == value
-    )
+    words = ["/opt/launch.sh", *command_words("skyrl"), "trainer.epochs=2"]
+    assert check_command(words, "skyrl").derived[key] == value
 
 
 def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
@@ -174,10 +162,7 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
         ("bash .", "\\. is neither"),
         ("srun -N 2 --mpi pmix missing.sh trainer.epochs=1", "missing.sh is neither"),
         ("timeout 10m ssh host 'cd x && bash missing.sh trainer.epochs=1'", "missing.sh is neither"),
-        (
-            "source models/$1.sh; python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=8",
-            r"what \$1 is, in models/\$1\.sh",
-        ),
+        (f"source models/$1.sh; {COMMANDS['skyrl'][0]}", r"what \$1 is, in models/\$1\.sh"),
     ],
 )
 def test_check_file_ends_on_scripts_that_cannot_be_followed(tmp_path, text, said):
@@ -193,9 +178,8 @@ def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
     """Preparation that is not there does not hide the run; of several runs in several scripts the one with most keys counts."""
     command = COMMANDS["skyrl"][0]
     path = tmp_path / "run.sh"
-    path.write_text(
-        f"source ~/.bashrc\nsource not_there_env.sh\nbash not_there_prepare.sh PLATFORM=gpu\n[ -z $JOB ] && sbatch $0\nBATCH=64\n{command}\n"
-    )
+    others = "source ~/.bashrc\nsource not_there_env.sh\nbash not_there_prepare.sh PLATFORM=gpu\n[ -z $JOB ] && sbatch $0"
+    path.write_text(f"{others}\nBATCH=64\n{command}\n")
     found = check_file(path, "skyrl")
     assert found.derived["samples_per_step"] == 320
     assert sum("what it sets or starts is not read" in note for note in found.notes) == 2 + 1
@@ -203,10 +187,7 @@ def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
     path.write_text(f"bash small.sh\nBATCH=64\n{command}\nbash small.sh\n")
     found = check_file(path, "skyrl")
     assert found.derived["samples_per_step"] == 320
-    assert any(
-        f"read from line 3: {command[:50]}" in note and f"similar commands in line 1 of {tmp_path / 'small.sh'}" in note
-        for note in found.notes
-    )
+    expect(found, note=[f"read from line 3: {command[:50]}", f"similar commands in line 1 of {tmp_path / 'small.sh'}"])
 
 
 DEVICES = (
@@ -256,8 +237,17 @@ FILES = {
     "own defaults": ("verl", GSM8K, OWN_GSM8K, REST, {"samples_per_step": 32}),
     "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that is known"),
     "own --config-name": ("verl", OTHER, {"config/other.yaml": "data: {train_batch_size: 16}\n"}, [], {"samples_per_step": 16}),
+    "shipped --config-name": (
+        "verl", f"{PPO} --config-name=ppo_megatron_trainer.yaml {' '.join(REST)} data.train_batch_size=64 "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", {}, [],
+        {"data_parallel_size": 2},
+    ),
     # A mandatory key is no misspelling of another; a repeated key that is no size is a note; a mapping is no value.
-    "name": ("verl", "actor_rollout_ref: {rollout: {name: vllm}}\ndata: {train_batch_size: 64}\n", {}, [], {"samples_per_step": 64}),
+    "unrelated keys": (
+        "verl",
+        "actor_rollout_ref: {rollout: {name: vllm}}\ndata.train_batch_size: 64\nhydra: {run: {dir: .}}\ndefaults: [actor, _self_]\n",
+        {}, [], {"samples_per_step": 64},
+    ),
     "repeated key": (
         "megatron", "M_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n", {}, [WORLD8],
         {"num_microbatches": [4], "note": "init is given twice, again in line 3"},
@@ -312,15 +302,3 @@ def test_check_file_reads_what_a_file_means(tmp_path, name):
         assert error.value.key == {"options": "DEVICE", "missing base_config": "base_config"}.get(name, error.value.key)
     else:
         expect(check_file(path, system, settings), **wanted)
-
-
-def test_a_command_may_name_a_base_file():
-    """`--config-name=ppo_megatron_trainer.yaml` gives the sizes of veRL's own file."""
-    actor = "actor_rollout_ref.actor."
-    sizes = [
-        f"{actor}ppo_micro_batch_size_per_gpu=1",
-        f"{actor}megatron.tensor_model_parallel_size=4",
-        "data.train_batch_size=64",
-    ]
-    words = [*PPO.split(), "--config-name=ppo_megatron_trainer.yaml", *sizes, *REST]
-    assert check_command(words, "verl").derived["data_parallel_size"] == 2

@@ -1,6 +1,6 @@
 """Files of other systems: helpers that write and check them."""
 
-import copy
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -25,24 +25,13 @@ def verdict(system, config, *settings):
         return check_file(path, system, settings)
 
 
-def case_settings(case):
-    """Return the facts that a case states outside its file, as key=value."""
-    found = [f"{key}={case[key]}" for key in ("num_processes", "num_prompts", "dataset_prompts") if key in case]
-    return [*found, f"actor_rollout_ref.actor.strategy={case['backend']}"] if "backend" in case else found
-
-
 def nested(flat):
     """Return dotted keys as nested mappings."""
     result = {}
     for name, value in flat.items():
-        result = changed(result, name, value)
+        *parents, last = name.split(".")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[last] = value
     return result
-
-
-def changed(config, key, value):
-    """Return a nested configuration with one dotted key changed."""
-    name, _, rest = key.partition(".")
-    return copy.deepcopy(config) | {name: changed(config.get(name, {}), rest, value) if rest else value}
 
 
 def rules(found):
@@ -67,16 +56,6 @@ def check_boundary(check, rule, holds, breaks, validator, config, system):
     assert rule in rules(invalid)
     assert (invalid.validator, invalid.run) == (validator, "fails")
     check_nearest(system, nested({key: value for key, value in config.items() if value is not None}), [], invalid)
-
-
-def agrees(found, expect):
-    """Return the fields in which a verdict differs from the expected values."""
-    ours = {**found.derived, "validator": found.validator, "run": found.run}
-    return {
-        name: (wanted, ours.get(name))
-        for name, wanted in expect.items()
-        if not name.startswith("original") and ours.get(name) != wanted
-    }
 
 
 def check_nearest(system, config, settings, found):
