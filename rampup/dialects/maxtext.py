@@ -19,7 +19,7 @@ from typing import Any
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Bases, Entry, Launch, Reading, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, read_source, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -148,22 +148,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
             ships, or starts from itself.
     """
-    reading, base = _follow(source, overrides, launch)
-    leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
-    reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
-    shipped = {name: value for name, value in launch.bases.get(base, {}).items() if name in launch.entries}
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped)
-    if base in ("", "base.yml"):
-        return settings
-    note = f"what the source does not set is from MaxText's own {base} of {launch.version}."
-    return dataclasses.replace(settings, notes=(*settings.notes, note))
-
-
-def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:
-    """Return the keys of a source and of the files beside it from which it starts, and the name of the shipped one below."""
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
-    rest = [setting for setting in reading.overrides if setting not in given]
     leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
     folder, seen = Path(reading.path).parent, [os.path.realpath(reading.path)]
     if reading.command is not None and not name:
@@ -172,6 +158,7 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
     else:
         place = leaves.get(BASE, Located(value="", path=reading.path))
         name = name or (place.value if isinstance(place.value, str) else "")
+    # Upper files win over those from which they start. The last one may be one that MaxText ships.
     shipped = ""
     while name.strip():
         file = folder / name
@@ -191,7 +178,19 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
-    return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
+
+    reading = dataclasses.replace(
+        reading,
+        leaves={name: value for name, value in leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))},
+        overrides=[setting for setting in reading.overrides if setting not in given],
+        recognized=reading.recognized or bool(shipped),
+    )
+    defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults)
+    if shipped in ("", "base.yml"):
+        return settings
+    note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
+    return dataclasses.replace(settings, notes=(*settings.notes, note))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +299,10 @@ class MaxTextJob(PretrainingJob):
         self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
         automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
         self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
+
+        # The step between sizes per device that divide over the mesh and into microbatches.
+        microbatches = self.microbatches if self.is_piped and self.microbatches > 0 else 1
+        self.unit = Fraction(math.lcm(self.loading_shards, microbatches), self.num_devices)
 
         # The batch after the ramp, that of evaluation, and the ramp.
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
@@ -558,18 +561,12 @@ VOCAB_TILING = "num_vocab_tiling"
 Rules = list[Rule[MaxTextJob]]
 
 
-def _unit(job: MaxTextJob) -> Fraction:
-    """Return the step between sizes per device that divide over the mesh and into microbatches."""
-    microbatches = job.microbatches if job.is_piped and job.microbatches > 0 else 1
-    return Fraction(math.lcm(max(job.loading_shards, 1), microbatches), job.num_devices)
-
-
 def _sizes_near(key: str) -> Callable[[MaxTextJob], Iterable[Any]]:
     """Return the candidates of a size per device, which is a fraction."""
 
     def candidates(job: MaxTextJob) -> Iterable[Any]:
         value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
-        steps = {_unit(job), Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+        steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
         origin = job[START] if job.ramps and key == END else 0
         found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
         return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
@@ -707,7 +704,7 @@ FOUND_BY_RUN = found_by_run(
             candidates=lambda job: (False,)),
         Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
             holds=lambda job: _eval_rule(job)[0], message=lambda job: _eval_rule(job)[1],
-            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))]),
+            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], job.unit)]),
         Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
             message=lambda job: (
                 f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
