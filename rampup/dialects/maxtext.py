@@ -9,12 +9,11 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
@@ -193,8 +192,7 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     return dataclasses.replace(settings, notes=(*settings.notes, note))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
+class BatchSizes(NamedTuple):
     """One batch as MaxText sees it, in samples."""
 
     to_load: int  # rows that the loaders read per optimizer step
@@ -215,37 +213,6 @@ def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, acc
     micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
     micro = int(num_devices * float(per_device))
     return BatchSizes(to_load=int(micro_to_load * accumulation), to_train=micro * accumulation, micro=micro)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manager:
-    """MaxText's ramp as it runs (`utils/rampup_batch.py`): without the accumulation factor, each phase counted from zero."""
-
-    start: int  # global batch sizes, truncated to whole samples
-    increment: int
-    end: int
-    samples: int
-    num_increments: int  # from the sizes per device
-
-    @property
-    def ends(self) -> bool:
-        """True if the ramp reaches its end in a number of phases that can be listed."""
-        if self.start < 1 or self.increment < 1:
-            return self.start >= max(self.end, 1)
-        return (self.end - self.start) // self.increment < MAX_PHASES
-
-    def phases(self) -> list[tuple[int, int, int]]:
-        """Return (first step, global batch size, samples before it) of every phase of a ramp that `ends`."""
-        rows, step, consumed = [], 0, 0
-        sizes = range(self.start, self.end, max(self.increment, 1))
-        for num_steps, size in restarted_segments(sizes, self.samples, self.num_increments):
-            rows.append((step, size, consumed))
-            step, consumed = step + num_steps, consumed + num_steps * size
-        return [*rows, (step, self.end, consumed)]
-
-    def sizes_divided(self) -> list[int]:
-        """Return the sizes that decide whether all of them divide: start and end, and the increment if one is between."""
-        return [self.start, self.end, *([self.increment] if self.start + self.increment < self.end else [])]
 
 
 class MaxTextJob(PretrainingJob):
@@ -317,28 +284,45 @@ class MaxTextJob(PretrainingJob):
         # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
         increment = float(self[INCREMENT])
         self.increment_divides = increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
-        self.manager: Manager | None = None  # none without a ramp, or if MaxText refuses to build it
-        if self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0:
-            start, growth, end = (self.global_size(key) for key in (START, INCREMENT, END))
-            count = int((float(self[END]) - float(self[START])) // increment)
-            self.manager = Manager(start=start, increment=growth, end=end, samples=self[SAMPLES], num_increments=count)
+        # Whether MaxText builds the ramp, its number of increments, and the keys that decide whether all of its sizes divide:
+        # start and end, and the increment if a size is between.
+        self.builds_ramp: bool = self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0
+        self.num_increments = int((float(self[END]) - float(self[START])) // increment) if self.builds_ramp else 0
+        has_steps = self.global_size(START) + self.global_size(INCREMENT) < self.global_size(END)
+        self.divided_keys = (START, END, *([INCREMENT] if has_steps else [])) if self.builds_ramp else ()
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText does."""
         return int(self.num_devices * float(self[key]))
 
     @cached_property
+    def ramp_phases(self) -> list[tuple[int, int, int]]:
+        """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
+
+        Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
+        ramp, or if it has too many phases to be listed.
+        """
+        start, increment, end = (self.global_size(key) for key in (START, INCREMENT, END))
+        ends = start >= max(end, 1) if min(start, increment) < 1 else (end - start) // increment < MAX_PHASES
+        if not self.builds_ramp or not ends:
+            return []
+        rows, step, consumed = [], 0, 0
+        for num_steps, size in restarted_segments(range(start, end, max(increment, 1)), self[SAMPLES], self.num_increments):
+            rows.append((step, size, consumed))
+            step, consumed = step + num_steps, consumed + num_steps * size
+        return [*rows, (step, end, consumed)]
+
+    @property
     def lost_at_ramp_end(self) -> int:
         """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
 
         Source: MaxText `common/data_loader.py`, RampUpDataLoader. It believes that a pull fills its buffer with the rows of the
         final batch.
         """
-        manager = self.manager
-        if manager is None or not manager.ends or manager.end < 1 or self[EXPANSION] > 0:
+        if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
             return 0
-        trained = manager.phases()[-1][2]
-        return -(-trained // manager.end) * self.sizes.to_load - trained
+        _, end, trained = self.ramp_phases[-1]
+        return -(-trained // end) * self.sizes.to_load - trained
 
     @property
     def outcome(self) -> Run:
@@ -353,8 +337,7 @@ class MaxTextJob(PretrainingJob):
         text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
         if sizes.to_load != sizes.to_train:
             text += f"; {counted(sizes.to_load, 'row')} loaded"
-        if self.manager is not None and self.manager.ends:
-            phases = self.manager.phases()
+        if phases := self.ramp_phases:
             text += f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and {counted(phases[-1][0], 'step')}"
         return text
 
@@ -383,13 +366,13 @@ class MaxTextJob(PretrainingJob):
                 "pipeline_microbatch_samples": sizes.micro // self.microbatches,
                 "bubble_fraction": float(bubble),
             }
-        if (manager := self.manager) is not None:
-            derived["num_increments"] = manager.num_increments
-            derived["samples_per_increment"] = plain_number(Fraction(manager.samples, manager.num_increments))
-            if manager.ends:
-                derived["manager_phases"] = [list(phase) for phase in manager.phases()]
-                derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = manager.phases()[-1]
-                derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
+        if self.builds_ramp:
+            derived["num_increments"] = self.num_increments
+            derived["samples_per_increment"] = plain_number(Fraction(self[SAMPLES], self.num_increments))
+        if self.ramp_phases:
+            derived["manager_phases"] = [list(phase) for phase in self.ramp_phases]
+            derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = self.ramp_phases[-1]
+            derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
@@ -501,8 +484,34 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: a pass with "
             "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
         )
-    if job.manager is not None and job.manager.ends:
-        yield from _ramp_notes(job, *job.manager.phases())
+    if job.ramp_phases:
+        *ramp, (steps, _, trained) = job.ramp_phases
+        samples = job[SAMPLES]
+        if passes > 1:
+            shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES)
+            yield (
+                f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches are {', '.join(shown)} ({trained:,} "
+                f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases "
+                "here include the factor in every batch"
+            )
+        if samples < 1:
+            yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
+        elif trained != samples:
+            yield (
+                f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
+                f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
+            )
+        if lost := job.lost_at_ramp_end:
+            yield (
+                f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {sizes.to_load:,} rows "
+                f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
+            )
+        yield (
+            f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
+            "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
+        )
+        number = len(job.ramp_phases)
+        yield f"each of the {number:,} batch sizes is compiled at its first step; only the final one is lowered at the start"
     if not job.is_piped:
         ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
         if ignored:
@@ -527,51 +536,18 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
         yield f"rampup itself would refuse this file: {refusals}"
 
 
-def _ramp_notes(job: MaxTextJob, *phases: tuple[int, int, int]) -> Iterator[str]:
-    *ramp, (steps, _, trained) = phases
-    samples = job[SAMPLES]
-    if job[ACCUMULATION] > 1:
-        shown = ", ".join([f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES))
-        yield (
-            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
-            f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
-            "here include the factor in every batch"
-        )
-    if samples < 1:
-        yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
-    elif trained != samples:
-        yield (
-            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
-            f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
-        )
-    if lost := job.lost_at_ramp_end:
-        yield (
-            f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {job.sizes.to_load:,} rows "
-            f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
-        )
-    yield (
-        f"a resume within the ramp loses up to {max(job.sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
-        "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
-    )
-    yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
-
-
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
 Rules = list[Rule[MaxTextJob]]
 
 
-def _sizes_near(key: str) -> Callable[[MaxTextJob], Iterable[Any]]:
+def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
     """Return the candidates of a size per device, which is a fraction."""
-
-    def candidates(job: MaxTextJob) -> Iterable[Any]:
-        value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
-        steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
-        origin = job[START] if job.ramps and key == END else 0
-        found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
-        return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
-
-    return candidates
+    value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
+    steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+    origin = job[START] if job.ramps and key == END else 0
+    found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
+    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
 def _increments_near(job: MaxTextJob) -> Iterable[Any]:
@@ -583,7 +559,7 @@ CHECKED: Rules = [
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
     Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
-        candidates=_sizes_near(END)),
+        candidates=partial(_sizes_near, END)),
     Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
         holds=lambda job: job.increment_divides,
         message=lambda job: (
@@ -628,7 +604,7 @@ PIPELINE: Rules = [
     multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
         lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
         _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
-        candidates=_sizes_near(END)),
+        candidates=partial(_sizes_near, END)),
     at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
         ("2 * stages = {}", lambda job: job.least_microbatches),
         when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
@@ -642,14 +618,13 @@ def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
         size = job.global_size(key)
         if key == END:  # below 1 per device a full sample per device is loaded
             return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
-        counts = job.manager is not None and (key != INCREMENT or len(job.manager.sizes_divided()) == 3)
-        return not counts or size < 1 or size % job.loading_shards == 0
+        return key not in job.divided_keys or size < 1 or size % job.loading_shards == 0
 
     return Rule(name=f"maxtext.{name}", keys=(key,), holds=holds,
         message=lambda job: (
             f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
             f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
-        candidates=_increments_near if key == INCREMENT else _sizes_near(key))  # fmt: skip
+        candidates=_increments_near if key == INCREMENT else partial(_sizes_near, key))  # fmt: skip
 
 
 def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
@@ -671,12 +646,12 @@ FOUND_BY_RUN = found_by_run(
         Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
             message=lambda job: (
                 f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
-            candidates=_sizes_near(END)),
+            candidates=partial(_sizes_near, END)),
         Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
             holds=lambda job: job.global_size(START) >= 1,
             message=lambda job: (
                 f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
-            candidates=_sizes_near(START)),
+            candidates=partial(_sizes_near, START)),
         Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
             when=lambda job: job.ramps and job.grows and job.increment_divides,
             holds=lambda job: job.global_size(INCREMENT) >= 1,
@@ -688,16 +663,15 @@ FOUND_BY_RUN = found_by_run(
         _over_mesh("first_rows_over_mesh", START),
         _over_mesh("increment_over_mesh", INCREMENT),
         Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
-            when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
+            when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2,
             holds=lambda job: (
-                job.manager is None or not job.manager.ends
-                or not any(size % job[ACCUMULATION] for size in job.manager.sizes_divided())),
+                not any(job.global_size(key) % job[ACCUMULATION] for key in job.divided_keys) or not job.ramp_phases),
             message=lambda job: (
                 f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
                 f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"),
             division=lambda job: (max(job.global_size(START), 1), 1)),
         Rule(name="maxtext.ramp_in_pipeline", keys=(RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
-            holds=lambda job: job.manager is None,
+            holds=lambda job: not job.builds_ramp,
             message=lambda job: (
                 f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
                 f"{job.global_size(START)} cannot be given that shape, and the first step fails"),

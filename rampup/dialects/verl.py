@@ -241,9 +241,9 @@ class VerlJob(RolloutJob):
         grouped = any("@" in name for name in settings.others)
         self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
         # Only FSDP's base files, or none, leave the backend to the strategy. The critic's default is then the actor's.
-        given = [self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None for section in (ACTOR, "critic")]
-        actor: str = given[0] or self.engine or "fsdp"
-        self.strategies = {"actor": actor, "critic": given[1] or self.engine or actor, "ref": actor}
+        chosen = [self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None for section in (ACTOR, "critic")]
+        actor: str = chosen[0] or self.engine or "fsdp"
+        self.strategies = {"actor": actor, "critic": chosen[1] or self.engine or actor, "ref": actor}
         # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
         self.checked_as_megatron = actor == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
         # Devices that share one sample, and replicas; a number of devices that does not divide is rounded down.
