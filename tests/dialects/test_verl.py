@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers.dialect_files import check_boundary, check_nearest, expect, nested, rules, verdict
+from helpers.dialect_files import boundary_test, check_nearest, checker, expect, nested, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,16 +33,8 @@ BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
 MEGATRON = {STRATEGY: "megatron", TP: 2}
 
 
-def verl(*changes, **extra):
-    """Check the base file with changes; None takes a key away."""
-    config = dict(BASE)
-    for change in (*changes, extra):
-        config |= change
-    return verdict("verl", nested({key: value for key, value in config.items() if value is not None}))
-
-
+verl = checker("verl", BASE)
 BOUNDARIES = [
-    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
     ("megatron_divides_devices", {**MEGATRON, CP: 4}, {**MEGATRON, CP: 3}, "rejects"),
     ("samples_fill_minimal_batch", {TRAIN: 18}, {TRAIN: 17}, "rejects"),
     ("samples_fill_minimal_batch", {**MEGATRON, TRAIN: 68}, {**MEGATRON, TRAIN: 66}, "rejects"),
@@ -106,14 +98,7 @@ BOUNDARIES = [
     ("fsdp_size_divides_devices", {f"{A}fsdp_config.fsdp_size": 4}, {f"{A}fsdp_config.fsdp_size": 3}, "accepts"),
     ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
-    """One step to either side of each rule."""
-    check_boundary(verl, rule, holds, breaks, validator, BASE | breaks, "verl")
+test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDARIES)
 
 
 @pytest.mark.parametrize("value", [0, -1])
