@@ -21,20 +21,13 @@ RAMP = ramp(4.0, 2.0, 12.0)
 PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "per_device_batch_size": 4}
 # With these the mesh does not shard the batch, so that any number of samples can run.
 UNSHARDED = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
-
-
 FOUND_BY_RUN = {"mesh", "empty_batch", "empty_first_batch", "increment_positive", "rows_over_mesh", "first_rows_over_mesh"}
 FOUND_BY_RUN |= {"increment_over_mesh", "ramp_accumulation", "ramp_in_pipeline", "eval_batch", "no_steps"}
 
 
-def found(config, devices=8, **more):
+def found(config, devices=8):
     """Check a base.yml of these keys."""
-    return verdict("maxtext", {**config, **more}, f"num_devices={devices}")
-
-
-def table(verdict):
-    """Return the phases of a verdict as the reference cases write them."""
-    return [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in verdict.phases]
+    return verdict("maxtext", config, f"num_devices={devices}")
 
 
 @pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
@@ -48,7 +41,8 @@ def test_manager_equals_every_reference_case(case):
     whole = all(config[f"per_device_batch_size{end}"] * case["num_devices"] % 1 == 0 for end in ("", "_start", "_increment"))
     assert (result.phases is not None) == whole
     if whole and config["gradient_accumulation_steps"] == 1:
-        assert table(result) == wanted["phases"]
+        names = ("start_step", "global_batch_size", "start_sample")
+        assert [[row[name] for name in names] for row in result.phases] == wanted["phases"]
 
 
 def test_ramp_ignores_accumulation():
@@ -125,7 +119,8 @@ LOADED = ("global_batch_size_to_load", TO_TRAIN, "micro_batch_size_to_train_on")
 NUMBERS = [
     # Loaded, trained and per pass: below 1 a full sample per device is loaded, and products are truncated.
     *[
-        ({SIZE: size, "expansion_factor_real_data": factor, "num_devices": devices, PASSES: passes}, dict(zip(LOADED, sizes)))
+        ({SIZE: size, "expansion_factor_real_data": factor, "num_devices": devices, PASSES: passes},
+         dict(zip(LOADED, sizes, strict=True)))
         for size, factor, devices, passes, *sizes in (
             (12, -1, 4, 4, 192, 192, 48), (0.5, -1, 8, 1, 8, 4, 4), (0.1, -1, 8, 1, 8, 0, 0), (1.5, -1, 3, 1, 4, 4, 4),
             (2.7, -1, 8, 2, 42, 42, 21), (2, 0.5, 8, 1, 8, 16, 16), (2, 4, 8, 1, 64, 16, 16),
@@ -194,14 +189,6 @@ def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
     assert caught.value.path == str(base)
 
 
-def test_read_names_misspelt_and_mistyped_keys():
-    """The error names the key that was meant, or the key with the wrong type."""
-    with pytest.raises(ConfigError, match="did you mean per_device_batch_size_start"):
-        found({"per_device_batch_size_strat": 1, "steps": 1})
-    with pytest.raises(ConfigError, match="enable_rampup_batch_size"):
-        found({"enable_rampup_batch_size": "sometimes"})
-
-
 def test_defaults_are_of_their_kind():
     """The defaults pass their own kind, so that an empty file is MaxText's base.yml."""
     values = {name: entry.key.read(name, entry.default) for name, entry in KEYS.items()}
@@ -210,6 +197,5 @@ def test_defaults_are_of_their_kind():
 
 def test_conversion_keeps_the_key_that_rampup_has():
     """Rampup has one of the keys that change the gradient of several passes."""
-    assert set(GRADIENT) & set(found({PASSES: 4, **dict.fromkeys(GRADIENT, True)}).conversion.values) == {
-        "shard_optimizer_over_data"
-    }
+    converted = found({PASSES: 4, **dict.fromkeys(GRADIENT, True)}).conversion.values
+    assert set(GRADIENT) & set(converted) == {"shard_optimizer_over_data"}
