@@ -538,7 +538,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
-Rules = list[Rule[MaxTextJob]]
 
 
 def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
@@ -555,60 +554,7 @@ def _increments_near(job: MaxTextJob) -> Iterable[Any]:
     return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
 
 
-CHECKED: Rules = [
-    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
-    Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
-        message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
-        candidates=partial(_sizes_near, END)),
-    Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
-        holds=lambda job: job.increment_divides,
-        message=lambda job: (
-            f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
-            f"{INCREMENT}={show(job[INCREMENT])}"
-            + (
-                f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
-                if (job[END] - job[START]) % job[INCREMENT] == 0
-                else ""
-            )),
-        candidates=_increments_near),
-    Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
-        holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
-        message=lambda job: (
-            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
-            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}"),
-        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
-    Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
-        holds=lambda job: job[ACCUMULATION] <= 1,
-        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
-]  # fmt: skip
-
-
 _MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
-PIPELINE: Rules = [
-    Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
-        when=lambda job: job.is_piped,
-        holds=lambda job: (
-            min(job.layer_product, job.layers) >= 1
-            and (job.layers == job.layer_product or (job[REPEATS] == AUTO and job.layers % job.layer_product == 0))),
-        message=lambda job: (
-            f"{LAYERS}={job.layers:,} must be "
-            + product({"num_stages": job.stages} | ({} if job[REPEATS] == AUTO else {REPEATS: job[REPEATS]})
-                      | {STAGE_LAYERS: job[STAGE_LAYERS]}).text
-            + (", or a multiple" if job[REPEATS] == AUTO else "")),
-        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1]),
-    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, 1, when=lambda job: job.is_piped,
-        note=", or -1 for automatic"),
-    multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
-        ("the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {}", lambda job: job.stages),
-        when=lambda job: job.is_piped and job.microbatches >= 1),
-    multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
-        lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
-        _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
-        candidates=partial(_sizes_near, END)),
-    at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
-        ("2 * stages = {}", lambda job: job.least_microbatches),
-        when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
-]  # fmt: skip
 
 
 def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
@@ -637,8 +583,56 @@ def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
     return fits, f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it"
 
 
-FOUND_BY_RUN = found_by_run(
-    [
+RULES: list[Rule[MaxTextJob]] = [
+    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
+    Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
+        message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
+        candidates=partial(_sizes_near, END)),
+    Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
+        holds=lambda job: job.increment_divides,
+        message=lambda job: (
+            f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
+            f"{INCREMENT}={show(job[INCREMENT])}"
+            + (
+                f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
+                if (job[END] - job[START]) % job[INCREMENT] == 0
+                else ""
+            )),
+        candidates=_increments_near),
+    Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
+        holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
+        message=lambda job: (
+            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
+            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}"),
+        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
+    Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
+        holds=lambda job: job[ACCUMULATION] <= 1,
+        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
+    # The pipeline.
+    Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
+        when=lambda job: job.is_piped,
+        holds=lambda job: (
+            min(job.layer_product, job.layers) >= 1
+            and (job.layers == job.layer_product or (job[REPEATS] == AUTO and job.layers % job.layer_product == 0))),
+        message=lambda job: (
+            f"{LAYERS}={job.layers:,} must be "
+            + product({"num_stages": job.stages} | ({} if job[REPEATS] == AUTO else {REPEATS: job[REPEATS]})
+                      | {STAGE_LAYERS: job[STAGE_LAYERS]}).text
+            + (", or a multiple" if job[REPEATS] == AUTO else "")),
+        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1]),
+    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, 1, when=lambda job: job.is_piped,
+        note=", or -1 for automatic"),
+    multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
+        ("the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {}", lambda job: job.stages),
+        when=lambda job: job.is_piped and job.microbatches >= 1),
+    multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
+        lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
+        _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
+        candidates=partial(_sizes_near, END)),
+    at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
+        ("2 * stages = {}", lambda job: job.least_microbatches),
+        when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
+    *found_by_run([
         # pyconfig accepts any mesh; create_device_mesh asserts that it has as many devices as the run.
         Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
             message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
@@ -683,7 +677,6 @@ FOUND_BY_RUN = found_by_run(
             message=lambda job: (
                 f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
             )),
-    ]
-)  # fmt: skip
-RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
+    ]),
+]  # fmt: skip
 DIALECT = Dialect(job=MaxTextJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)
