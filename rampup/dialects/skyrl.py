@@ -258,43 +258,6 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
         note=f" with {COLOCATE_REF}")  # fmt: skip
 
 
-_STEP: list[Rule[SkyRLJob]] = [
-    at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
-        lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
-        ("{:,}", lambda job: job.lcm_checked),
-        note=", the least common multiple of the policy's and the reference's replicas"),
-    multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
-        note=lambda job: (
-            f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
-            f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
-            f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-            "number is not the requested one. SkyRL's own check does not notice it"),
-        found_by="run"),
-    equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
-        lambda job: Term(
-            f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-            job.engine_devices or 0),
-        _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
-        note=" with trainer.placement.colocate_all"),
-    at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
-        when=lambda job: job["num_prompts"] is not None),
-    equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, when=lambda job: job["trainer.fully_async.enabled"],
-        note=" in fully asynchronous training"),
-    Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
-        when=lambda job: job["trainer.fully_async.enabled"],
-        holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= job.max_workers,
-        message=lambda job: (
-            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-            f"(max_staleness_steps + 1) = {job.max_workers:,}"),
-        division=lambda job: (job.max_workers, job.policy.mini_batch)),
-    Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
-        holds=lambda job: not (job.megatron and job.has_critic),
-        message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
-        candidates=lambda job: ["fsdp"]),
-    *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
-        when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
-]  # fmt: skip
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
@@ -302,7 +265,42 @@ RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"),
     *[rule for model in MODELS for rule in _device_rules(model)],
     *apply_if(usable, [
-        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP,
+        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"),
+        at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
+            lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
+            ("{:,}", lambda job: job.lcm_checked),
+            note=", the least common multiple of the policy's and the reference's replicas"),
+        multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
+            note=lambda job: (
+                f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
+                f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
+                f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
+                "number is not the requested one. SkyRL's own check does not notice it"),
+            found_by="run"),
+        equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
+            lambda job: Term(
+                f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
+                job.engine_devices or 0),
+            _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
+            note=" with trainer.placement.colocate_all"),
+        at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
+            ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
+            when=lambda job: job["num_prompts"] is not None),
+        equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI,
+            when=lambda job: job["trainer.fully_async.enabled"], note=" in fully asynchronous training"),
+        Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
+            when=lambda job: job["trainer.fully_async.enabled"],
+            holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= job.max_workers,
+            message=lambda job: (
+                f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
+                f"(max_staleness_steps + 1) = {job.max_workers:,}"),
+            division=lambda job: (job.max_workers, job.policy.mini_batch)),
+        Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
+            holds=lambda job: not (job.megatron and job.has_critic),
+            message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
+            candidates=lambda job: ["fsdp"]),
+        *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
+            when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
         *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
     ]),
 ]  # fmt: skip

@@ -511,21 +511,6 @@ def _megatron_starts(model: str) -> Rule[VerlJob]:
         found_by="run")  # fmt: skip
 
 
-_EMPTY = "the run divides by it or stays empty"
-# Devices and replicas.
-_FIRST: Rules = [
-    *positive("verl", [TRAIN], f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants 0",
-        when=lambda job: not job.fully_async, found_by="run"),
-    *[rule for key in COUNTS
-      for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
-    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
-    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
-    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
-    *map(_has_a_replica, PREFIXES),
-    *map(_megatron_starts, PREFIXES),
-]  # fmt: skip
-
-
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
 
@@ -727,5 +712,17 @@ _RUN: Rules = [
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
         when=lambda job: job["num_prompts"] is not None),
 ]  # fmt: skip
-RULES: list[Rule[Any]] = [*_FIRST, *apply_if(usable, [*_CHECK, *found_by_run(_RUN)])]
+_EMPTY = "the run divides by it or stays empty"
+RULES: Rules = [
+    *positive("verl", [TRAIN], f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants 0",
+        when=lambda job: not job.fully_async, found_by="run"),
+    *[rule for key in COUNTS
+      for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
+    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
+    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
+    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
+    *map(_has_a_replica, PREFIXES),
+    *map(_megatron_starts, PREFIXES),
+    *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
+]  # fmt: skip
 DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)
