@@ -118,7 +118,8 @@ class SkyRLJob(RolloutJob):
 
         tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
         epochs = self["trainer.update_epochs_per_batch"]
-        for name, size in {"policy": self[MINI], **({"critic": self[CRITIC_MINI]} if self.has_critic else {})}.items():
+        for name in ("policy", "critic") if self.has_critic else ("policy",):
+            size = self[f"trainer.{name}_mini_batch_size"]
             self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=epochs)
         # Passes per update and replica, of which the last may be smaller. With a token budget lengths decide.
         self.passes = None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])

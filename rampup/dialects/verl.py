@@ -230,8 +230,6 @@ class VerlJob(RolloutJob):
         self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
         self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
         self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))  # its engine uses tokens in any case
-        # The default of the critic's micro size is the deprecated key.
-        self.critic_micro: int | None = self[CRITIC_MICRO if CRITIC_MICRO in settings.given else OLD_CRITIC_MICRO]
 
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
@@ -246,6 +244,7 @@ class VerlJob(RolloutJob):
         self.strategies = {"actor": actor, "critic": chosen[1] or self.engine or actor, "ref": actor}
         # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
         self.checked_as_megatron = actor == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
+        self.checks_megatron = self.checked_as_megatron and not self.dynamic and not self.fully_async
         # Devices that share one sample, and replicas; a number of devices that does not divide is rounded down.
         self.model_sizes: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
@@ -489,10 +488,6 @@ def _model_size(model: str) -> Side[VerlJob]:
     return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
 
 
-def _checks_megatron(job: VerlJob) -> bool:
-    return _static(job) and job.checked_as_megatron and not job.fully_async
-
-
 def _has_a_replica(model: str) -> Rule[VerlJob]:
     """Return the rule that a model has a replica; another one reports that Megatron's sizes do not divide the devices."""
     return at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
@@ -507,20 +502,18 @@ def _megatron_starts(model: str) -> Rule[VerlJob]:
     """Return the rule that Megatron starts on full replicas; the check tests it only for an actor that it reads as Megatron."""
     return multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
         when=lambda job: (
-            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not _checks_megatron(job))),
+            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not job.checks_megatron)),
         found_by="run")  # fmt: skip
 
 
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
 
-    def new_value(job: VerlJob) -> int | None:
-        return job.critic_micro if new == CRITIC_MICRO else job[new]
+    def follows(job: VerlJob) -> bool:  # the default of the critic's micro size is the deprecated key
+        return new == CRITIC_MICRO and new not in job.settings.given
 
-    def note(job: VerlJob) -> str:
-        if new == CRITIC_MICRO and new not in job.settings.given:
-            return "the second is the first by default, so the first can never be used"
-        return "the first is deprecated"
+    def new_value(job: VerlJob) -> Any:
+        return job[old if follows(job) else new]
 
     return [
         Rule(name=f"verl.{name}_given", keys=(new,), when=when,
@@ -530,7 +523,10 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
             candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
         Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
             holds=lambda job: job[old] is None or new_value(job) is None,
-            message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
+            message=lambda job: (
+                f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; "
+                + ("the second is the first by default, so the first can never be used" if follows(job)
+                   else "the first is deprecated")),
             candidates=lambda job: [None]),
     ]  # fmt: skip
 
@@ -585,7 +581,7 @@ def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
 # veRL's own check. A token budget skips most of it.
 _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
-        _model_size("actor"), when=_checks_megatron),
+        _model_size("actor"), when=lambda job: job.checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
