@@ -21,6 +21,8 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Updates
 
 MAX_DEVICES_PER_NODE = 8
+_STEP = ("mini_batches", "mini_batch_samples", "optimizer_steps")
+SHARED = ("data_parallel_size", "samples_per_step", *_STEP, "accumulation_steps", *(f"critic_{name}" for name in _STEP))
 # The systems' names of the values of rl.loss_agg_mode that they know.
 _MAXTEXT_LOSSES = {"token-mean": "token-mean", "seq-mean-token-mean": "sequence-mean-token-mean"}
 _SKYRL_LOSSES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
@@ -79,24 +81,15 @@ def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, s
         rollout.require(getattr(config, name) == fixed, name, f"only steps of the planned size are exported; set it to {fixed}")
     exported = EXPORTS[system](rollout)
     # The numbers that the exported file must have, by the names that all systems share.
-    policy, critic = plan.policy_updates, plan.critic_updates
-    numbers: dict[str, Any] = {
-        "data_parallel_size": policy.data_parallel_size,
-        "samples_per_step": plan.samples_per_step,
-        "mini_batches": policy.num_mini_batches,
-        "mini_batch_samples": policy.mini_batch_samples,
-        "optimizer_steps": policy.optimizer_steps,
-    }
-    if policy.token_budget is None:
-        numbers["accumulation_steps"] = policy.accumulation_steps
-    if critic is not None:
-        numbers["critic_mini_batches"] = critic.num_mini_batches
-        numbers["critic_optimizer_steps"] = critic.optimizer_steps
-        numbers["critic_mini_batch_samples"] = critic.mini_batch_samples
+    numbers = {"samples_per_step": plan.samples_per_step, **plan.policy_updates.to_dict()}
+    if plan.critic_updates is not None:
+        numbers |= {f"critic_{name}": value for name, value in plan.critic_updates.to_dict().items()}
     derived = rollout.checked(exported).derived()
-    for name, value in numbers.items():
+    for name in SHARED:
+        value = numbers.get(name)
         found = derived.get(name, value)
-        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
+        if value is not None:  # with a token budget the number of passes is open
+            rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
     return exported
 
 
@@ -106,14 +99,10 @@ class Target:
 
     system: str
 
-    def refuse(self, key: str, reason: str) -> ConfigError:
-        """Return the error that the system cannot run the plan."""
-        return ConfigError(f"{NAMES[self.system]} cannot run this plan: {reason}", key=key)
-
     def require(self, condition: bool, key: str, reason: str) -> None:
         """Raise an error unless a condition of the system holds."""
         if not condition:
-            raise self.refuse(key, reason)
+            raise ConfigError(f"{NAMES[self.system]} cannot run this plan: {reason}", key=key)
 
     def checked(self, exported: Exported) -> Job:
         """Return the numbers of an exported file by the rules of its system, which it must satisfy."""
@@ -123,7 +112,7 @@ class Target:
             path.write_text(exported.to_yaml(self.system), encoding="utf-8")
             job = dialect.job(dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()]))
         for broken in find_violations(dialect, job):
-            raise self.refuse(broken.keys[0], broken.message)
+            Target.require(self, False, broken.keys[0], broken.message)
         return job
 
 
@@ -165,10 +154,8 @@ class _Rollout(Target):
 
     def mini(self, updates: Updates) -> int:
         """Return the prompts of a mini batch."""
-        key, what = ("critic_mini_batch_size", "the critic's mini batch")
-        if updates is self.plan.policy_updates:
-            key, what = ("mini_batch_size", "the mini batch")
-        return self.prompts(updates.mini_batch_samples, key, what)
+        prefix, whose = ("critic_", "the critic's") if updates is self.plan.critic_updates else ("", "the")
+        return self.prompts(updates.mini_batch_samples, f"{prefix}mini_batch_size", f"{whose} mini batch")
 
     def micro(self, updates: Updates) -> int:
         """Return the samples of a pass and replica."""
@@ -177,10 +164,9 @@ class _Rollout(Target):
         return updates.microbatch_size
 
     @property
-    def node(self) -> tuple[int, int]:
-        """Devices per node, and nodes."""
-        per_node = max(n for n in range(1, MAX_DEVICES_PER_NODE + 1) if self.num_devices % n == 0)
-        return per_node, self.num_devices // per_node
+    def per_node(self) -> int:
+        """Devices per node."""
+        return max(n for n in range(1, MAX_DEVICES_PER_NODE + 1) if self.num_devices % n == 0)
 
     @property
     def megatron(self) -> bool:
@@ -227,7 +213,6 @@ def _export_maxtext_rl(rollout: _Rollout) -> Exported:
 
 def _export_verl(rollout: _Rollout) -> Exported:
     plan, config, actor = rollout.plan, rollout.config, "actor_rollout_ref.actor"
-    per_node, nodes = rollout.node
     rollout.require_replicas()
 
     def passes(role: str, updates: Updates) -> dict[str, Any]:
@@ -256,14 +241,13 @@ def _export_verl(rollout: _Rollout) -> Exported:
         **passes(actor, plan.policy_updates),
         **parallel(actor, f"{actor}.fsdp_config"),
         "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
-        "trainer.n_gpus_per_node": per_node,
-        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": rollout.per_node,
+        "trainer.nnodes": rollout.num_devices // rollout.per_node,
         "trainer.total_epochs": config.num_epoch,
     }
-    for role in ("rollout", *(["ref"] if config.enable_reference_policy else [])):
-        prefix = f"actor_rollout_ref.{role}.log_prob"
-        if plan.policy_updates.microbatch_size is not None:
-            values[f"{prefix}_micro_batch_size_per_gpu"] = plan.policy_updates.microbatch_size
+    if (size := plan.policy_updates.microbatch_size) is not None:
+        for role in ("rollout", "ref") if config.enable_reference_policy else ("rollout",):
+            values[f"actor_rollout_ref.{role}.log_prob_micro_batch_size_per_gpu"] = size
     if config.enable_reference_policy:
         values |= parallel("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
     if plan.critic_updates is not None:
@@ -273,14 +257,12 @@ def _export_verl(rollout: _Rollout) -> Exported:
         values |= passes("critic", plan.critic_updates)
         values |= parallel("critic", "critic.fsdp")
     # An agent loop's workers share the prompts of a step evenly.
-    samples = plan.samples_per_step
-    values["actor_rollout_ref.rollout.agent.num_workers"] = max(n for n in range(1, 9) if samples % n == 0)
+    values["actor_rollout_ref.rollout.agent.num_workers"] = max(n for n in range(1, 9) if plan.samples_per_step % n == 0)
     return Exported(values=values)
 
 
 def _export_skyrl(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
-    per_node, nodes = rollout.node
     rollout.require_replicas()
     policy, critic = plan.policy_updates, plan.critic_updates
     values: dict[str, Any] = {
@@ -318,8 +300,8 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
         rollout.require(critic is None, "enable_critic", "with tensor or pipeline parallelism (Megatron) it has no critic")
         values["trainer.strategy"] = "megatron"
     for model in models:
-        values[f"trainer.placement.{model}_num_gpus_per_node"] = per_node
-        values[f"trainer.placement.{model}_num_nodes"] = nodes
+        values[f"trainer.placement.{model}_num_gpus_per_node"] = rollout.per_node
+        values[f"trainer.placement.{model}_num_nodes"] = rollout.num_devices // rollout.per_node
         if rollout.megatron:
             values |= rollout.megatron_sizes(f"trainer.{model}.megatron_config")
         elif rollout.axes.context > 1:

@@ -60,7 +60,7 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
             ramp = BatchRamp.piecewise([(entry.as_run, entry.size) for entry in job.thresholds])
         found = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases] if ramp else []
     elif isinstance(job, MaxTextJob):
-        found = [(0, job.sizes.to_train, 0)] if job.manager is None else job.manager.phases()
+        found = job.ramp_phases or [(0, job.sizes.to_train, 0)]
         if lost := job.lost_at_ramp_end:
             notes.append(f"MaxText's loader drops {lost:,} rows at the end of the ramp; those after it move up.")
         if job.dropped_per_step:

@@ -9,17 +9,16 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Bases, Entry, Launch, Reading, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, read_source, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -148,22 +147,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
             ships, or starts from itself.
     """
-    reading, base = _follow(source, overrides, launch)
-    leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
-    reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
-    shipped = {name: value for name, value in launch.bases.get(base, {}).items() if name in launch.entries}
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped)
-    if base in ("", "base.yml"):
-        return settings
-    note = f"what the source does not set is from MaxText's own {base} of {launch.version}."
-    return dataclasses.replace(settings, notes=(*settings.notes, note))
-
-
-def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:
-    """Return the keys of a source and of the files beside it from which it starts, and the name of the shipped one below."""
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
-    rest = [setting for setting in reading.overrides if setting not in given]
     leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
     folder, seen = Path(reading.path).parent, [os.path.realpath(reading.path)]
     if reading.command is not None and not name:
@@ -172,6 +157,7 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
     else:
         place = leaves.get(BASE, Located(value="", path=reading.path))
         name = name or (place.value if isinstance(place.value, str) else "")
+    # Upper files win over those from which they start. The last one may be one that MaxText ships.
     shipped = ""
     while name.strip():
         file = folder / name
@@ -191,11 +177,22 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
-    return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
+
+    reading = dataclasses.replace(
+        reading,
+        leaves={name: value for name, value in leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))},
+        overrides=[setting for setting in reading.overrides if setting not in given],
+        recognized=reading.recognized or bool(shipped),
+    )
+    defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults)
+    if shipped in ("", "base.yml"):
+        return settings
+    note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
+    return dataclasses.replace(settings, notes=(*settings.notes, note))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizes:
+class BatchSizes(NamedTuple):
     """One batch as MaxText sees it, in samples."""
 
     to_load: int  # rows that the loaders read per optimizer step
@@ -216,37 +213,6 @@ def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, acc
     micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
     micro = int(num_devices * float(per_device))
     return BatchSizes(to_load=int(micro_to_load * accumulation), to_train=micro * accumulation, micro=micro)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manager:
-    """MaxText's ramp as it runs (`utils/rampup_batch.py`): without the accumulation factor, each phase counted from zero."""
-
-    start: int  # global batch sizes, truncated to whole samples
-    increment: int
-    end: int
-    samples: int
-    num_increments: int  # from the sizes per device
-
-    @property
-    def ends(self) -> bool:
-        """True if the ramp reaches its end in a number of phases that can be listed."""
-        if self.start < 1 or self.increment < 1:
-            return self.start >= max(self.end, 1)
-        return (self.end - self.start) // self.increment < MAX_PHASES
-
-    def phases(self) -> list[tuple[int, int, int]]:
-        """Return (first step, global batch size, samples before it) of every phase of a ramp that `ends`."""
-        rows, step, consumed = [], 0, 0
-        sizes = range(self.start, self.end, max(self.increment, 1))
-        for num_steps, size in restarted_segments(sizes, self.samples, self.num_increments):
-            rows.append((step, size, consumed))
-            step, consumed = step + num_steps, consumed + num_steps * size
-        return [*rows, (step, self.end, consumed)]
-
-    def sizes_divided(self) -> list[int]:
-        """Return the sizes that decide whether all of them divide: start and end, and the increment if one is between."""
-        return [self.start, self.end, *([self.increment] if self.start + self.increment < self.end else [])]
 
 
 class MaxTextJob(PretrainingJob):
@@ -301,6 +267,10 @@ class MaxTextJob(PretrainingJob):
         automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
         self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
 
+        # The step between sizes per device that divide over the mesh and into microbatches.
+        microbatches = self.microbatches if self.is_piped and self.microbatches > 0 else 1
+        self.unit = Fraction(math.lcm(self.loading_shards, microbatches), self.num_devices)
+
         # The batch after the ramp, that of evaluation, and the ramp.
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
         # Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once.
@@ -314,28 +284,45 @@ class MaxTextJob(PretrainingJob):
         # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
         increment = float(self[INCREMENT])
         self.increment_divides = increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
-        self.manager: Manager | None = None  # none without a ramp, or if MaxText refuses to build it
-        if self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0:
-            start, growth, end = (self.global_size(key) for key in (START, INCREMENT, END))
-            count = int((float(self[END]) - float(self[START])) // increment)
-            self.manager = Manager(start=start, increment=growth, end=end, samples=self[SAMPLES], num_increments=count)
+        # Whether MaxText builds the ramp, its number of increments, and the keys that decide whether all of its sizes divide:
+        # start and end, and the increment if a size is between.
+        self.builds_ramp: bool = self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0
+        self.num_increments = int((float(self[END]) - float(self[START])) // increment) if self.builds_ramp else 0
+        has_steps = self.global_size(START) + self.global_size(INCREMENT) < self.global_size(END)
+        self.divided_keys = (START, END, *([INCREMENT] if has_steps else [])) if self.builds_ramp else ()
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText does."""
         return int(self.num_devices * float(self[key]))
 
     @cached_property
+    def ramp_phases(self) -> list[tuple[int, int, int]]:
+        """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
+
+        Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
+        ramp, or if it has too many phases to be listed.
+        """
+        start, increment, end = (self.global_size(key) for key in (START, INCREMENT, END))
+        ends = start >= max(end, 1) if min(start, increment) < 1 else (end - start) // increment < MAX_PHASES
+        if not self.builds_ramp or not ends:
+            return []
+        rows, step, consumed = [], 0, 0
+        for num_steps, size in restarted_segments(range(start, end, max(increment, 1)), self[SAMPLES], self.num_increments):
+            rows.append((step, size, consumed))
+            step, consumed = step + num_steps, consumed + num_steps * size
+        return [*rows, (step, end, consumed)]
+
+    @property
     def lost_at_ramp_end(self) -> int:
         """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
 
         Source: MaxText `common/data_loader.py`, RampUpDataLoader. It believes that a pull fills its buffer with the rows of the
         final batch.
         """
-        manager = self.manager
-        if manager is None or not manager.ends or manager.end < 1 or self[EXPANSION] > 0:
+        if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
             return 0
-        trained = manager.phases()[-1][2]
-        return -(-trained // manager.end) * self.sizes.to_load - trained
+        _, end, trained = self.ramp_phases[-1]
+        return -(-trained // end) * self.sizes.to_load - trained
 
     @property
     def outcome(self) -> Run:
@@ -350,8 +337,7 @@ class MaxTextJob(PretrainingJob):
         text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
         if sizes.to_load != sizes.to_train:
             text += f"; {counted(sizes.to_load, 'row')} loaded"
-        if self.manager is not None and self.manager.ends:
-            phases = self.manager.phases()
+        if phases := self.ramp_phases:
             text += f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and {counted(phases[-1][0], 'step')}"
         return text
 
@@ -380,13 +366,13 @@ class MaxTextJob(PretrainingJob):
                 "pipeline_microbatch_samples": sizes.micro // self.microbatches,
                 "bubble_fraction": float(bubble),
             }
-        if (manager := self.manager) is not None:
-            derived["num_increments"] = manager.num_increments
-            derived["samples_per_increment"] = plain_number(Fraction(manager.samples, manager.num_increments))
-            if manager.ends:
-                derived["manager_phases"] = [list(phase) for phase in manager.phases()]
-                derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = manager.phases()[-1]
-                derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
+        if self.builds_ramp:
+            derived["num_increments"] = self.num_increments
+            derived["samples_per_increment"] = plain_number(Fraction(self[SAMPLES], self.num_increments))
+        if self.ramp_phases:
+            derived["manager_phases"] = [list(phase) for phase in self.ramp_phases]
+            derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = self.ramp_phases[-1]
+            derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
@@ -498,8 +484,34 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: a pass with "
             "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
         )
-    if job.manager is not None and job.manager.ends:
-        yield from _ramp_notes(job, *job.manager.phases())
+    if job.ramp_phases:
+        *ramp, (steps, _, trained) = job.ramp_phases
+        samples = job[SAMPLES]
+        if passes > 1:
+            shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES)
+            yield (
+                f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches are {', '.join(shown)} ({trained:,} "
+                f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases "
+                "here include the factor in every batch"
+            )
+        if samples < 1:
+            yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
+        elif trained != samples:
+            yield (
+                f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
+                f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
+            )
+        if lost := job.lost_at_ramp_end:
+            yield (
+                f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {sizes.to_load:,} rows "
+                f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
+            )
+        yield (
+            f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
+            "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
+        )
+        number = len(job.ramp_phases)
+        yield f"each of the {number:,} batch sizes is compiled at its first step; only the final one is lowered at the start"
     if not job.is_piped:
         ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
         if ignored:
@@ -524,57 +536,17 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
         yield f"rampup itself would refuse this file: {refusals}"
 
 
-def _ramp_notes(job: MaxTextJob, *phases: tuple[int, int, int]) -> Iterator[str]:
-    *ramp, (steps, _, trained) = phases
-    samples = job[SAMPLES]
-    if job[ACCUMULATION] > 1:
-        shown = ", ".join([f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES))
-        yield (
-            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
-            f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
-            "here include the factor in every batch"
-        )
-    if samples < 1:
-        yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
-    elif trained != samples:
-        yield (
-            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
-            f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
-        )
-    if lost := job.lost_at_ramp_end:
-        yield (
-            f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {job.sizes.to_load:,} rows "
-            f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
-        )
-    yield (
-        f"a resume within the ramp loses up to {max(job.sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
-        "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
-    )
-    yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
-
-
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 VOCAB_TILING = "num_vocab_tiling"
-Rules = list[Rule[MaxTextJob]]
 
 
-def _unit(job: MaxTextJob) -> Fraction:
-    """Return the step between sizes per device that divide over the mesh and into microbatches."""
-    microbatches = job.microbatches if job.is_piped and job.microbatches > 0 else 1
-    return Fraction(math.lcm(max(job.loading_shards, 1), microbatches), job.num_devices)
-
-
-def _sizes_near(key: str) -> Callable[[MaxTextJob], Iterable[Any]]:
+def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
     """Return the candidates of a size per device, which is a fraction."""
-
-    def candidates(job: MaxTextJob) -> Iterable[Any]:
-        value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
-        steps = {_unit(job), Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
-        origin = job[START] if job.ramps and key == END else 0
-        found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
-        return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
-
-    return candidates
+    value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
+    steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+    origin = job[START] if job.ramps and key == END else 0
+    found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
+    return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
 def _increments_near(job: MaxTextJob) -> Iterable[Any]:
@@ -582,11 +554,40 @@ def _increments_near(job: MaxTextJob) -> Iterable[Any]:
     return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
 
 
-CHECKED: Rules = [
+_MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
+
+
+def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
+    """Return the rule that a batch, or the increment of one, divides over the devices."""
+
+    def holds(job: MaxTextJob) -> bool:
+        size = job.global_size(key)
+        if key == END:  # below 1 per device a full sample per device is loaded
+            return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
+        return key not in job.divided_keys or size < 1 or size % job.loading_shards == 0
+
+    return Rule(name=f"maxtext.{name}", keys=(key,), holds=holds,
+        message=lambda job: (
+            f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
+            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
+        candidates=_increments_near if key == INCREMENT else partial(_sizes_near, key))  # fmt: skip
+
+
+def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
+    """Return whether the batch of evaluation fits, and the rule: that it is the shape of training, or divides over devices."""
+    micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
+    fits = micro >= 1 and (job[key] < 1 or micro % job.loading_shards == 0) and (not job.is_piped or micro == job.sizes.micro)
+    rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
+    if job.is_piped:
+        rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
+    return fits, f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it"
+
+
+RULES: list[Rule[MaxTextJob]] = [
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
     Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
-        candidates=_sizes_near(END)),
+        candidates=partial(_sizes_near, END)),
     Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
         holds=lambda job: job.increment_divides,
         message=lambda job: (
@@ -607,11 +608,7 @@ CHECKED: Rules = [
     Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
         holds=lambda job: job[ACCUMULATION] <= 1,
         message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
-]  # fmt: skip
-
-
-_MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
-PIPELINE: Rules = [
+    # The pipeline.
     Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
         when=lambda job: job.is_piped,
         holds=lambda job: (
@@ -631,42 +628,11 @@ PIPELINE: Rules = [
     multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
         lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
         _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
-        candidates=_sizes_near(END)),
+        candidates=partial(_sizes_near, END)),
     at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
         ("2 * stages = {}", lambda job: job.least_microbatches),
         when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
-]  # fmt: skip
-
-
-def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
-    """Return the rule that a batch, or the increment of one, divides over the devices."""
-
-    def holds(job: MaxTextJob) -> bool:
-        size = job.global_size(key)
-        if key == END:  # below 1 per device a full sample per device is loaded
-            return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
-        counts = job.manager is not None and (key != INCREMENT or len(job.manager.sizes_divided()) == 3)
-        return not counts or size < 1 or size % job.loading_shards == 0
-
-    return Rule(name=f"maxtext.{name}", keys=(key,), holds=holds,
-        message=lambda job: (
-            f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
-            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
-        candidates=_increments_near if key == INCREMENT else _sizes_near(key))  # fmt: skip
-
-
-def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
-    """Return whether the batch of evaluation fits, and the rule: that it is the shape of training, or divides over devices."""
-    micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
-    fits = micro >= 1 and (job[key] < 1 or micro % job.loading_shards == 0) and (not job.is_piped or micro == job.sizes.micro)
-    rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
-    if job.is_piped:
-        rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
-    return fits, f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it"
-
-
-FOUND_BY_RUN = found_by_run(
-    [
+    *found_by_run([
         # pyconfig accepts any mesh; create_device_mesh asserts that it has as many devices as the run.
         Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
             message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
@@ -674,12 +640,12 @@ FOUND_BY_RUN = found_by_run(
         Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
             message=lambda job: (
                 f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
-            candidates=_sizes_near(END)),
+            candidates=partial(_sizes_near, END)),
         Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
             holds=lambda job: job.global_size(START) >= 1,
             message=lambda job: (
                 f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
-            candidates=_sizes_near(START)),
+            candidates=partial(_sizes_near, START)),
         Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
             when=lambda job: job.ramps and job.grows and job.increment_divides,
             holds=lambda job: job.global_size(INCREMENT) >= 1,
@@ -691,28 +657,26 @@ FOUND_BY_RUN = found_by_run(
         _over_mesh("first_rows_over_mesh", START),
         _over_mesh("increment_over_mesh", INCREMENT),
         Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
-            when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
+            when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2,
             holds=lambda job: (
-                job.manager is None or not job.manager.ends
-                or not any(size % job[ACCUMULATION] for size in job.manager.sizes_divided())),
+                not any(job.global_size(key) % job[ACCUMULATION] for key in job.divided_keys) or not job.ramp_phases),
             message=lambda job: (
                 f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
                 f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"),
             division=lambda job: (max(job.global_size(START), 1), 1)),
         Rule(name="maxtext.ramp_in_pipeline", keys=(RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
-            holds=lambda job: job.manager is None,
+            holds=lambda job: not job.builds_ramp,
             message=lambda job: (
                 f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
                 f"{job.global_size(START)} cannot be given that shape, and the first step fails"),
             candidates=lambda job: (False,)),
         Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
             holds=lambda job: _eval_rule(job)[0], message=lambda job: _eval_rule(job)[1],
-            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))]),
+            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], job.unit)]),
         Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
             message=lambda job: (
                 f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
             )),
-    ]
-)  # fmt: skip
-RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
+    ]),
+]  # fmt: skip
 DIALECT = Dialect(job=MaxTextJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

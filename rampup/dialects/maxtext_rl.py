@@ -5,7 +5,6 @@ All sizes, also micro batches, count prompts of the job.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -126,25 +125,19 @@ class MaxTextRlJob(RolloutJob):
             return
         self.train("policy", self.batch, 1, micro=None, epochs=self.iterations)
         self.passes = self.batch // self.train_micro
-
-    @property
-    def fsdp(self) -> int | None:
-        """Devices along the fsdp axis of training; None if the file and `num_devices` leave it open."""
-        if not self.multislice and self[FSDP] != AUTO:
-            return int(self[FSDP])
-        if self.trainer_devices is None:
-            return None
-        if self.multislice:
-            return max(self.trainer_devices // int(self[SLICES[0]] * max(self[TENSOR], 1)), 1)
-        others: int = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
-        return max(self.trainer_devices // others, 1)
-
-    @property
-    def eval_prompts(self) -> int:
-        """Prompts of an evaluation, in full batches."""
-        size = self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
+        # Prompts of an evaluation, in full batches.
+        size: int = self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
         rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
-        return int(max(rows // size, 0) * size)
+        self.eval_prompts = max(rows // size, 0) * size
+        # Devices along the fsdp axis of training; None if the file and `num_devices` leave it open.
+        self.fsdp: int | None = None
+        if not self.multislice and self[FSDP] != AUTO:
+            self.fsdp = self[FSDP]
+        elif self.trainer_devices is not None:
+            others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
+            if self.multislice:
+                others = self[SLICES[0]] * max(self[TENSOR], 1)
+            self.fsdp = max(self.trainer_devices // others, 1)
 
     @property
     def outcome(self) -> Run:
@@ -160,11 +153,11 @@ class MaxTextRlJob(RolloutJob):
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
         derived: dict[str, Any] = {
-            "samples_per_step": self.batch * self.samples_per_prompt,
+            "samples_per_step": self.samples,
             "mini_batches": 1,
-            "mini_batch_samples": self.batch * self.samples_per_prompt,
+            "mini_batch_samples": self.samples,
             "optimizer_steps": self.iterations,
-            "accumulation_steps": self.batch // self.train_micro,
+            "accumulation_steps": self.passes,
             "microbatch_samples": [self.train_micro * self.samples_per_prompt],
             "generation_calls": self.batch // self.rollout_micro,
             "samples_per_generation_call": self.rollout_micro * self.samples_per_prompt,
@@ -244,11 +237,6 @@ def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
         candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))))  # fmt: skip
 
 
-def _micro_divides(key: str, unit: str) -> Rule[MaxTextRlJob]:
-    return multiple(f"maxtext_rl.{key}_divides_batch", (key, BATCH), BATCH, key,
-        when=lambda job: job.batch >= 1 and job[key] >= 1, note=f" (prompts per {unit}; both count prompts)")  # fmt: skip
-
-
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
     """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
     given: dict[str, int] = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
@@ -264,7 +252,9 @@ RULES: list[Rule[MaxTextRlJob]] = [
         message=lambda job: f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"),
     *map(_share, ("train_fraction", *FRACTIONS)),
     *map(_micro_positive, (TRAIN, ROLLOUT)),
-    *itertools.starmap(_micro_divides, ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))),
+    *[multiple(f"maxtext_rl.{key}_divides_batch", (key, BATCH), BATCH, key, when=lambda job: job.batch >= 1,
+        note=f" (prompts per {unit}; both count prompts)")
+      for key, unit in ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))],
     Rule(name="maxtext_rl.dataset_fills_a_batch", keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
         when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
         holds=lambda job: job.full_batches >= 1,

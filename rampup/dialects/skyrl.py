@@ -94,7 +94,6 @@ class SkyRLJob(RolloutJob):
         super().__init__(settings)
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
-        self.epochs: int = self["trainer.update_epochs_per_batch"]
         self.by_tokens: bool = self["trainer.max_tokens_per_microbatch"] > 0  # the number of passes then depends on lengths
         self.megatron: bool = self["trainer.strategy"] == "megatron"
         self.has_critic: bool = self["trainer.critic.model.path"] is not None
@@ -108,10 +107,8 @@ class SkyRLJob(RolloutJob):
             self.model_sizes |= {model: math.prod(self[key] for key in MEGATRON[model]) for model in ("policy", "ref")}
         self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODELS}
         # Models that take part and whose devices Megatron's sizes do not divide.
-        self.uneven: list[str] = []
-        if self.megatron:
-            parts = [model for model in self.models if model != "critic"]
-            self.uneven = [model for model in parts if self.devices[model] % max(self.model_sizes[model], 1)]
+        with_megatron = [model for model in self.models if self.megatron and model != "critic"]
+        self.uneven = [model for model in with_megatron if self.devices[model] % max(self.model_sizes[model], 1)]
         counts = [*COUNTS, *(key for model in self.models for key in MODEL_COUNTS[model])]
         self.usable = (
             all(self[key] >= 1 for key in counts) and all(self.replicas[model] for model in self.models) and not self.uneven
@@ -120,17 +117,18 @@ class SkyRLJob(RolloutJob):
             return
 
         tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
+        epochs = self["trainer.update_epochs_per_batch"]
         for name in ("policy", "critic") if self.has_critic else ("policy",):
             size = self[f"trainer.{name}_mini_batch_size"]
-            self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=self.epochs)
+            self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=epochs)
         # Passes per update and replica, of which the last may be smaller. With a token budget lengths decide.
-        self.sample_passes = -(-self.policy.padded_share // self[MICRO])
-        self.passes = None if self.by_tokens else self.sample_passes
+        self.passes = None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
         # SkyRL's check looks at the policy and the reference; every model must get full samples from the run.
         self.lcm_checked = math.lcm(self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else []))
         common = math.lcm(*(self.replicas[model] for model in self.models))
         self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
+        self.max_workers: int = self.policy.mini_batch * (self["trainer.fully_async.max_staleness_steps"] + 1)
         self.engine_devices: int | None = None
         if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
@@ -195,19 +193,21 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
     yield "the learning-rate schedule advances with every optimizer step."
 
 
+def _devices(model: str) -> Side[SkyRLJob]:
+    return f"the {model}'s {{:,}} devices", lambda job: job.devices[model]
+
+
 def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     """Return the rules that Megatron's sizes divide a model's devices, and that there is at least one replica."""
-    per_node, sequence = DEVICES[model][0], SEQUENCE[model]
-    devices: Side[SkyRLJob] = (f"the {model}'s {{:,}} devices", lambda job: job.devices[model])
-
-    has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (sequence, per_node), devices,
+    per_node = DEVICES[model][0]
+    has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (SEQUENCE[model], per_node), _devices(model),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: model in job.models and model not in job.uneven, note=": there is no replica",
         found_by="run" if model == "ref" else "validator")  # fmt: skip
     if model == "critic":
         return [has_a_replica]
     return [
-        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *MEGATRON[model]), devices,
+        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *MEGATRON[model]), _devices(model),
             lambda job: Term(
                 f"tensor * pipeline * context parallel size = {' * '.join(f'{job[key]:,}' for key in MEGATRON[model])} = "
                 f"{job.model_sizes[model]:,}",
@@ -220,8 +220,6 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
 def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
     """Return the rules of the mini batch of the policy or the critic. Each applies if those before it hold."""
     key = f"trainer.{name}_mini_batch_size"
-
-    replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[name].replicas)
 
     def samples(job: SkyRLJob) -> Term:
         return product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
@@ -238,22 +236,18 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
         at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note="; both count prompts"),
         multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key,
             when=lambda job: job.prompts >= job[key]),
-        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas),
+        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples,
+            ("the {:,} replicas", lambda job: job.trained[name].replicas)),
         multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=lambda job: job.trained[name].share > 0),
         multiple(f"skyrl.{name}_share_divides_train_share", (TRAIN, key, RESPONSES), step_share, share,
             when=lambda job: job.trained[name].share > 0 and job.prompts % job[key] == 0),
     ])  # fmt: skip
 
 
-_POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.devices["policy"])
-
-
 def _colocated(model: str) -> Rule[SkyRLJob]:
     """Return the rule that models on shared devices have equally many; it applies only if the file says how many."""
-    own = DEVICES[model]
-    return equal(f"skyrl.colocated_{model}_devices", own, (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
-        _POLICY_DEVICES,
-        when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(own)),
+    return equal(f"skyrl.colocated_{model}_devices", DEVICES[model], _devices(model), _devices("policy"),
+        when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(DEVICES[model])),
         note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
 
 
@@ -265,47 +259,6 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
         note=f" with {COLOCATE_REF}")  # fmt: skip
 
 
-def _max_workers(job: SkyRLJob) -> int:
-    return int(job.policy.mini_batch * (job["trainer.fully_async.max_staleness_steps"] + 1))
-
-
-_STEP: list[Rule[SkyRLJob]] = [
-    at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
-        lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
-        ("{:,}", lambda job: job.lcm_checked),
-        note=", the least common multiple of the policy's and the reference's replicas"),
-    multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
-        note=lambda job: (
-            f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
-            f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
-            f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-            "number is not the requested one. SkyRL's own check does not notice it"),
-        found_by="run"),
-    equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
-        lambda job: Term(
-            f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-            job.engine_devices or 0),
-        _POLICY_DEVICES, when=lambda job: job[COLOCATE] and job.engine_devices is not None,
-        note=" with trainer.placement.colocate_all"),
-    at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
-        when=lambda job: job["num_prompts"] is not None),
-    equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, when=lambda job: job["trainer.fully_async.enabled"],
-        note=" in fully asynchronous training"),
-    Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
-        when=lambda job: job["trainer.fully_async.enabled"],
-        holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= _max_workers(job),
-        message=lambda job: (
-            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-            f"(max_staleness_steps + 1) = {_max_workers(job):,}"),
-        division=lambda job: (_max_workers(job), job.policy.mini_batch)),
-    Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
-        holds=lambda job: not (job.megatron and job.has_critic),
-        message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
-        candidates=lambda job: ["fsdp"]),
-    *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
-        when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
-]  # fmt: skip
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
@@ -313,7 +266,42 @@ RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"),
     *[rule for model in MODELS for rule in _device_rules(model)],
     *apply_if(usable, [
-        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP,
+        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"),
+        at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
+            lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
+            ("{:,}", lambda job: job.lcm_checked),
+            note=", the least common multiple of the policy's and the reference's replicas"),
+        multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
+            note=lambda job: (
+                f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
+                f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
+                f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
+                "number is not the requested one. SkyRL's own check does not notice it"),
+            found_by="run"),
+        equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
+            lambda job: Term(
+                f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
+                job.engine_devices or 0),
+            _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
+            note=" with trainer.placement.colocate_all"),
+        at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
+            ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
+            when=lambda job: job["num_prompts"] is not None),
+        equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI,
+            when=lambda job: job["trainer.fully_async.enabled"], note=" in fully asynchronous training"),
+        Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
+            when=lambda job: job["trainer.fully_async.enabled"],
+            holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= job.max_workers,
+            message=lambda job: (
+                f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
+                f"(max_staleness_steps + 1) = {job.max_workers:,}"),
+            division=lambda job: (job.max_workers, job.policy.mini_batch)),
+        Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
+            holds=lambda job: not (job.megatron and job.has_critic),
+            message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
+            candidates=lambda job: ["fsdp"]),
+        *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
+            when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
         *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
     ]),
 ]  # fmt: skip

@@ -242,7 +242,7 @@ def _notes(job: TrlxJob) -> Iterator[str]:
         )
 
 
-_COUNTS: list[Rule[TrlxJob]] = [
+RULES: list[Rule[TrlxJob]] = [
     *positive("trlx", [TRAIN], "the trainer divides by it"),
     *positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo,
         found_by="run"),
@@ -250,18 +250,17 @@ _COUNTS: list[Rule[TrlxJob]] = [
     Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
         message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
         candidates=lambda job: [0], found_by="run"),
+    *apply_if(usable, [
+        multiple("trlx.micro_divides_batch", (MICRO, TRAIN), (f"{TRAIN}={{:,}}", lambda job: job.batch),
+            (f"{MICRO}={{:,}}", lambda job: job.micro)),
+        Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
+            holds=lambda job: (
+                job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
+            message=lambda job: (
+                f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
+                "it, and trlX stops in the middle of that step"),
+            found_by="run"),
+        at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
+    ]),
 ]  # fmt: skip
-_RULES: list[Rule[TrlxJob]] = [
-    multiple("trlx.micro_divides_batch", (MICRO, TRAIN), (f"{TRAIN}={{:,}}", lambda job: job.batch),
-        (f"{MICRO}={{:,}}", lambda job: job.micro)),
-    Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
-        holds=lambda job: (
-            job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
-        message=lambda job: (
-            f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
-            "it, and trlX stops in the middle of that step"),
-        found_by="run"),
-    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
-]  # fmt: skip
-RULES = [*_COUNTS, *apply_if(usable, _RULES)]
 DIALECT = Dialect(job=TrlxJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)

@@ -6,7 +6,6 @@ Batch and mini batch count prompts; sizes per gpu count samples of one data-para
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -52,14 +51,6 @@ FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 MODES = ("sync", "colocate_async", "separate_async")
 
 
-def _log_prob_keys(role: str) -> dict[str, Entry]:
-    return {
-        f"{role}.log_prob_micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples"),
-        f"{role}.log_prob_micro_batch_size_per_gpu": entry(None, "samples of a log-probability pass", unit="samples"),
-        f"{role}.log_prob_use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
-    }
-
-
 def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
     role = PREFIXES[model]
     return {
@@ -89,8 +80,15 @@ KEYS: dict[str, Entry] = {
     f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
     **_parallel_sizes("actor", 1),
     "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
-    **_log_prob_keys(ROLLOUT),
-    **_log_prob_keys(REF),
+    **{
+        f"{role}.log_prob_{name}": found
+        for role in (ROLLOUT, REF)
+        for name, found in {
+            "micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples"),
+            "micro_batch_size_per_gpu": entry(None, "samples of a log-probability pass", unit="samples"),
+            "use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
+        }.items()
+    },
     **_parallel_sizes("ref", None),
     f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
     f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
@@ -124,7 +122,8 @@ KEYS: dict[str, Entry] = {
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
 # The sizes that veRL's base files set, where they differ from its defaults, as of August 2026.
-_DP, _MEGATRON = {"model_engine": "dp"}, {"model_engine": "megatron"}
+_DP: dict[str, Any] = {"model_engine": "dp"}
+_MEGATRON: dict[str, Any] = {PARENT: "ppo_megatron_trainer"}
 _ASYNC_SIZES = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
 _ASYNC_SIZES |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
@@ -133,34 +132,30 @@ _BOTH: dict[str, Any] = {"fully_async_ppo": _ASYNC_SIZES, "one_step_off_ppo": _O
 _BOTH |= {"dapo": _DAPO, "dapo_qat": _DAPO}
 
 
-def _lengths(tokens: int) -> dict[str, int]:
-    return {TRAIN: 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
-
-
 BASES: Bases = {
     "ppo_trainer": _DP,
-    "ppo_megatron_trainer": _MEGATRON,
+    "ppo_megatron_trainer": {"model_engine": "megatron"},
     **{
         f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
         for kind in ("_trainer", "_megatron_trainer")
         for name, sizes in _BOTH.items()
     },
     **{f"{name}_trainer": {**_DP, **_DAPO} for name in ("entropy", "flowrl")},
-    "dapo_transfer_queue_trainer": {PARENT: "ppo_megatron_trainer", **_DAPO},
+    "dapo_transfer_queue_trainer": {**_MEGATRON, **_DAPO},
     **{f"{name}_trainer": {**_DP, **_OLDER} for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
     **{f"{name}_trainer": _DP for name in ("dynamo", "rob_ppo", "specRL")},
     "prime_trainer": {**_DP, **_OLDER, RESPONSES: 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False},
     "atropos_trainer": {**_DP, **_OLDER, "algorithm.adv_estimator": "grpo"},
     **{
-        f"{name}_multiturn_grpo{suffix}": {**_DP, **_lengths(tokens)}
-        for name, suffix, tokens in (
-            ("gsm8k", "", 1024), ("gsm8k", "_server", 1024), ("gsm8k", "_w_interaction", 1024), ("retool", "", 1024),
-            ("search", "", 1024), ("search", "_one_step_off", 1024), ("geo3k", "", 2048),
+        name: {**start, TRAIN: 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
+        for start, tokens, names in (
+            (_DP, 1024, ("gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_server", "gsm8k_multiturn_grpo_w_interaction",
+                         "retool_multiturn_grpo", "search_multiturn_grpo", "search_multiturn_grpo_one_step_off")),
+            (_DP, 2048, ("geo3k_multiturn_grpo",)),
+            (_MEGATRON, 1024, ("gsm8k_multiturn_megatron_grpo",)),
+            (_MEGATRON, 2048, ("geo3k_multiturn_megatron_grpo",)),
         )
-    },
-    **{
-        f"{name}_multiturn_megatron_grpo": {PARENT: "ppo_megatron_trainer", **_lengths(tokens)}
-        for name, tokens in (("gsm8k", 1024), ("geo3k", 2048))
+        for name in names
     },
 }  # fmt: skip
 # The base files that programs start from if no `--config-name` names another.
@@ -190,7 +185,7 @@ LAUNCH = Launch(
 
 CRITIC_BUDGET = 32_768
 COUNTS = (
-    *(TRAIN, GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
+    *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
     *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
     *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
     *(f"{ACTOR}.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
@@ -235,8 +230,6 @@ class VerlJob(RolloutJob):
         self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
         self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
         self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))  # its engine uses tokens in any case
-        # The default of the critic's micro size is the deprecated key.
-        self.critic_micro: int | None = self[CRITIC_MICRO if CRITIC_MICRO in settings.given else OLD_CRITIC_MICRO]
 
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
@@ -245,18 +238,31 @@ class VerlJob(RolloutJob):
         # The backend of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
         grouped = any("@" in name for name in settings.others)
         self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
-        self.strategies = dict.fromkeys(PREFIXES, self._strategy(self[f"{ACTOR}.strategy"], "fsdp"))
-        self.strategies["critic"] = self._strategy(self["critic.strategy"], self.strategies["actor"])
+        # Only FSDP's base files, or none, leave the backend to the strategy. The critic's default is then the actor's.
+        chosen = [self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None for section in (ACTOR, "critic")]
+        actor: str = chosen[0] or self.engine or "fsdp"
+        self.strategies = {"actor": actor, "critic": chosen[1] or self.engine or actor, "ref": actor}
         # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
-        by_megatron = self.strategies["actor"] == "megatron"
-        self.checked_as_megatron = by_megatron and self[f"{ACTOR}.strategy"] in (None, "megatron")
-        self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
-        self.replicas = {model: self._replicas(model) for model in PREFIXES}
-        # Keys that must be positive. Fully asynchronous training has no batch of prompts.
-        self.counts = [key for key in COUNTS if not (self.fully_async and key == TRAIN)]
+        self.checked_as_megatron = actor == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
+        self.checks_megatron = self.checked_as_megatron and not self.dynamic and not self.fully_async
+        # Devices that share one sample, and replicas; a number of devices that does not divide is rounded down.
+        self.model_sizes: dict[str, int] = {}
+        self.replicas: dict[str, int] = {}
+        # The critic's deprecated key is read by the check alone.
+        old = {"actor": self[OLD_SEQUENCE["actor"]], "critic": 1}
+        old["ref"] = self._or(OLD_SEQUENCE["ref"], old["actor"])
+        for model, strategy in self.strategies.items():
+            self.model_sizes[model] = old[model] if old[model] > 1 else self[SEQUENCE[model]]
+            if strategy in MODEL_SIZES:
+                self.model_sizes[model] = self._product(model, MODEL_SIZES[strategy])
+            self.replicas[model] = self.devices // max(self.model_sizes[model], 1)
+            if strategy == "torchtitan":
+                self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
 
-        counts = (*self.counts, *(() if self.dynamic else STATIC_COUNTS), *(CRITIC_COUNTS if self.has_critic else ()))
+        # Keys that must be positive. Fully asynchronous training has no batch of prompts.
+        counts = (*(() if self.fully_async else (TRAIN,)), *COUNTS)
+        counts += (() if self.dynamic else STATIC_COUNTS) + (CRITIC_COUNTS if self.has_critic else ())
         self.usable = all(self[key] is None or self[key] >= 1 for key in counts)
         self.usable = self.usable and all(self.replicas[model] >= 1 for model in self.models)
         if not self.usable:
@@ -278,7 +284,7 @@ class VerlJob(RolloutJob):
             self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
         # Tokens of a pass and replica: the budget of all devices that share a sequence.
         shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        self.token_budget: int = self[BUDGET] * (shares if by_megatron else self.model_sizes["actor"])
+        self.token_budget: int = self[BUDGET] * (shares if actor == "megatron" else self.model_sizes["actor"])
         self.longest: int = self["data.max_prompt_length"] + self["data.max_response_length"]  # tokens of the longest sequence
 
         tokens, epochs = self.token_budget if self.dynamic else None, self[EPOCHS]
@@ -302,10 +308,6 @@ class VerlJob(RolloutJob):
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
 
-    def _strategy(self, given: str | None, default: str) -> str:
-        """Return the backend of a model: that of the base files, of which only FSDP's read the strategy."""
-        return given or self.engine or default if self.engine in (None, "fsdp") else self.engine
-
     def foreign_strategy(self, key: str) -> str | None:
         """Return a model's strategy if its configuration class, that of `model_engine`, is made for another backend."""
         given: str | None = self[key]
@@ -328,23 +330,6 @@ class VerlJob(RolloutJob):
         """Return the product of sizes of a model's backend; an unset one is the actor's."""
         strategy = self.strategies[model]
         return math.prod(self._or(f"{PREFIXES[model]}.{strategy}.{name}", self[f"{ACTOR}.{strategy}.{name}"]) for name in names)
-
-    def _model_size(self, model: str) -> int:
-        """Return how many devices share one sample."""
-        if self.strategies[model] in MODEL_SIZES:
-            return self._product(model, MODEL_SIZES[self.strategies[model]])
-        old = self[OLD_SEQUENCE["actor"]]
-        if model == "critic":
-            old = 1  # the deprecated key is read by the check alone
-        elif model == "ref":
-            old = self._or(OLD_SEQUENCE["ref"], old)
-        return int(old if old > 1 else self[SEQUENCE[model]])
-
-    def _replicas(self, model: str) -> int:
-        """Return the data-parallel size; a number of devices that does not divide is rounded down."""
-        if self.strategies[model] == "torchtitan":
-            return self._product(model, TORCHTITAN_REPLICAS)
-        return int(self.devices // max(self.model_sizes[model], 1))
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples, with those of the padding."""
@@ -492,13 +477,6 @@ def _mini(name: str) -> Side[VerlJob]:
     return f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch
 
 
-def _mini_share(job: VerlJob) -> Term:
-    """Return the samples of a mini batch that one replica gets, rounded down."""
-    own = job.policy
-    arithmetic = f"{MINI} * {RESPONSES} // replicas = {own.mini_samples:,} // {own.replicas:,}"
-    return Term(f"{arithmetic} = {own.share:,} samples", own.share)
-
-
 def _replicas(model: str) -> Side[VerlJob]:
     return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
 
@@ -510,54 +488,32 @@ def _model_size(model: str) -> Side[VerlJob]:
     return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
 
 
-def _checks_megatron(job: VerlJob) -> bool:
-    return _static(job) and job.checked_as_megatron and not job.fully_async
-
-
-def _device_rules(model: str) -> Rules:
-    """Return the rules that a model has a replica, and that Megatron starts on full ones."""
-    has_a_replica: Rule[VerlJob] = at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
-        lambda job: Term(f"{model}: the {job.devices:,} devices", job.devices),
+def _has_a_replica(model: str) -> Rule[VerlJob]:
+    """Return the rule that a model has a replica; another one reports that Megatron's sizes do not divide the devices."""
+    return at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
+        (f"{model}: the {{:,}} devices", lambda job: job.devices),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: (
             model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
-        note=": there is no replica")  # fmt: skip
-    # The check tests it only for the actor of a static batch whose strategy it reads as Megatron.
-    starts: Rule[VerlJob] = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
+        note=": there is no replica", found_by="run")  # fmt: skip
+
+
+def _megatron_starts(model: str) -> Rule[VerlJob]:
+    """Return the rule that Megatron starts on full replicas; the check tests it only for an actor that it reads as Megatron."""
+    return multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
         when=lambda job: (
-            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not _checks_megatron(job)))
-        )  # fmt: skip
-    return found_by_run([has_a_replica, starts])
-
-
-def _positive(key: str) -> Rules:
-    why = f"; only fully asynchronous training, whose files set {ASYNC}*, wants 0" if key == TRAIN else ""
-    return positive("verl", [key], f"the run divides by it or stays empty{why}", when=lambda job: key in job.counts,
-        found_by="validator" if key.startswith("trainer.n") else "run")  # fmt: skip
-
-
-_DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
-# Devices and replicas.
-_FIRST: Rules = [
-    *itertools.chain.from_iterable(map(_positive, COUNTS)),
-    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
-    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
-    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
-    *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
-    *[starts for _, starts in _DEVICE_RULES],
-]  # fmt: skip
+            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not job.checks_megatron)),
+        found_by="run")  # fmt: skip
 
 
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
 
-    def new_value(job: VerlJob) -> int | None:
-        return job.critic_micro if new == CRITIC_MICRO else job[new]
+    def follows(job: VerlJob) -> bool:  # the default of the critic's micro size is the deprecated key
+        return new == CRITIC_MICRO and new not in job.settings.given
 
-    def note(job: VerlJob) -> str:
-        if new == CRITIC_MICRO and new not in job.settings.given:
-            return "the second is the first by default, so the first can never be used"
-        return "the first is deprecated"
+    def new_value(job: VerlJob) -> Any:
+        return job[old if follows(job) else new]
 
     return [
         Rule(name=f"verl.{name}_given", keys=(new,), when=when,
@@ -567,7 +523,10 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
             candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
         Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
             holds=lambda job: job[old] is None or new_value(job) is None,
-            message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
+            message=lambda job: (
+                f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; "
+                + ("the second is the first by default, so the first can never be used" if follows(job)
+                   else "the first is deprecated")),
             candidates=lambda job: [None]),
     ]  # fmt: skip
 
@@ -602,13 +561,9 @@ def _minimal_batch(job: VerlJob) -> Term:
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
 
 
-def _engine_of(strategy: str | None) -> list[str]:
-    """Return the `model_engine` whose configuration is made for a strategy."""
-    return [engine for engine, backend in ENGINES.items() if strategy is not None and strategy.startswith(backend)]
-
-
-def _strategy_fits(name: str, key: str, *, checked: bool) -> Rule[VerlJob]:
+def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
     """Return the rule that a strategy is one of the engine's; the check finds only Megatron's, and with a static batch."""
+    key = f"{PREFIXES[name]}.strategy"
 
     def applies(job: VerlJob) -> bool:
         reads_megatron = name == "actor" and job.foreign_strategy(key) == "megatron" and _static(job) and not job.fully_async
@@ -617,15 +572,16 @@ def _strategy_fits(name: str, key: str, *, checked: bool) -> Rule[VerlJob]:
     return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
         holds=lambda job: job.foreign_strategy(key) is None,
         message=lambda job: (
-            f"{key}={job[key]} is not a backend of model_engine={_engine_of(job.engine)[0]}, whose configuration has none of "
+            f"{key}={job[key]} is not a backend of model_engine={job['model_engine']}, whose configuration has none of "
             f"its sizes{'' if checked else ': the engine stops'}"),
-        candidates=lambda job: _engine_of(job[key]), found_by="validator" if checked else "run")  # fmt: skip
+        candidates=lambda job: [engine for engine, backend in ENGINES.items() if job[key].startswith(backend)],
+        found_by="validator" if checked else "run")  # fmt: skip
 
 
 # veRL's own check. A token budget skips most of it.
 _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
-        _model_size("actor"), when=_checks_megatron),
+        _model_size("actor"), when=lambda job: job.checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
@@ -642,10 +598,10 @@ _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
 ])  # fmt: skip
 # The classes of veRL's settings check these, so they hold for every trainer that uses them.
 _CHECK += [
-    _strategy_fits("actor", f"{ACTOR}.strategy", checked=True),
+    _strategy_fits("actor", checked=True),
     Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
         message=lambda job: (
-            f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={_engine_of(job.engine)[0]}, whose "
+            f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, whose "
             "configuration has no such keys"),
         candidates=lambda job: list(ENGINES)),
     *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
@@ -673,16 +629,14 @@ def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[Verl
 
 def _mini_divides(name: str) -> Rules:
     """Return what a worker asserts of its mini batch."""
-
-    def samples(job: VerlJob) -> Term:
-        return product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples")
-
     return apply_if(lambda job: name in job.models, [
-        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name)),
+        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES),
+            lambda job: product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples"),
+            _replicas(name)),
         multiple(f"verl.{name}_mini_divides_share", (TRAIN, MINIS[name]),
             ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
             ("its mini batch of {:,}", lambda job: job.trained[name].share),
-            when=lambda job: not job.v1 and samples(job).number % job.replicas[name] == 0,
+            when=lambda job: not job.v1 and job.trained[name].mini_samples % job.replicas[name] == 0,
             note="; the newer trainer would pad them"),
     ])  # fmt: skip
 
@@ -704,8 +658,8 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
 
 # What only the run finds.
 _RUN: Rules = [
-    _strategy_fits("actor", f"{ACTOR}.strategy", checked=False),
-    _strategy_fits("critic", "critic.strategy", checked=False),
+    _strategy_fits("actor", checked=False),
+    _strategy_fits("critic", checked=False),
     Rule(name="verl.dynamic_everywhere", keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC),
         holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
@@ -717,7 +671,12 @@ _RUN: Rules = [
     _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
     *_mini_divides("actor"),
     *_mini_divides("critic"),
-    multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share, MICRO, when=lambda job: job.micro is not None),
+    multiple("verl.micro_divides_mini", (MICRO, MINI),
+        lambda job: Term(
+            f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} // {job.policy.replicas:,} = "
+            f"{job.policy.share:,} samples",
+            job.policy.share),
+        MICRO, when=lambda job: job.micro is not None),
     _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
     _log_prob("ref", REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
     *map(_equal_chunks, ("actor", "critic", "ref")),
@@ -749,5 +708,17 @@ _RUN: Rules = [
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
         when=lambda job: job["num_prompts"] is not None),
 ]  # fmt: skip
-RULES: list[Rule[Any]] = [*_FIRST, *apply_if(usable, [*_CHECK, *found_by_run(_RUN)])]
+_EMPTY = "the run divides by it or stays empty"
+RULES: Rules = [
+    *positive("verl", [TRAIN], f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants 0",
+        when=lambda job: not job.fully_async, found_by="run"),
+    *[rule for key in COUNTS
+      for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
+    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
+    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
+    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
+    *map(_has_a_replica, PREFIXES),
+    *map(_megatron_starts, PREFIXES),
+    *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
+]  # fmt: skip
 DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)

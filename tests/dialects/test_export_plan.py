@@ -2,17 +2,14 @@
 
 import collections
 import itertools
-import json
 import random
 import types
 
 import pytest
-import yaml
 from helpers.dialect_files import verdict
 from helpers.oracle import linear_steps
 
 from rampup import Config, RampupBatchManager, build_plan
-from rampup.cli import main
 from rampup.dialects.export_plan import PLAN_EXPORTS, export_plan
 from rampup.errors import ConfigError, RampupError
 
@@ -202,17 +199,3 @@ def test_notes_say_what_the_system_does_otherwise():
     assert "rows at the end of the ramp" in notes["maxtext"]
     doubled = Config(batch_size_schedule="0:8 80:16", learning_rate_batch_scaling="sqrt", learning_rate_clock="steps")
     assert not [note for note in export_plan(doubled, build_plan(doubled, 2), "olmo_core").notes if "learning rate" in note]
-
-
-def test_command_prints_or_writes_the_exported_file(tmp_path, capsys):
-    """`--export` prints YAML, writes it with `-o`, and is one object with `--json`; other tables are refused beside it."""
-    command = ["plan", "configs/base.yml", "--devices", "4", "--export", "levanter"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert yaml.safe_load(printed)["trainer"]["num_train_steps"] == Config().steps
-    assert main([*command, "-o", str(tmp_path / "levanter.yml")]) == 0
-    assert (tmp_path / "levanter.yml").read_text() == printed
-    capsys.readouterr()
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["system"] == "levanter"
-    assert main([*command, "--hyperparameters"]) == 2

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers.dialect_files import check_boundary, expect, nested, rules, verdict
+from helpers.dialect_files import boundary_test, checker, expect, rules, verdict
 
 from rampup.dialects.reading import Settings
 from rampup.dialects.skyrl import KEYS, RULES, SkyRLJob
@@ -27,16 +27,8 @@ WORKERS, STALE = "trainer.fully_async.num_parallel_generation_workers", "trainer
 ENGINES = "generator.inference_engine.num_engines"
 
 
-def skyrl(*changes):
-    """Check the base file with changes."""
-    config = dict(BASE)
-    for change in changes:
-        config |= change
-    return verdict("skyrl", nested(config))
-
-
+skyrl = checker("skyrl", BASE)
 BOUNDARIES = [
-    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
     ("policy_mini_at_most_train", {MINI: 64}, {MINI: 65}, "rejects"),
     ("policy_mini_divides_train", {TRAIN: 48}, {TRAIN: 47}, "rejects"),
     ("policy_mini_reaches_every_replica", {MINI: 1, MICRO: 1}, {MINI: 1, GPUS: 5}, "rejects"),
@@ -65,14 +57,7 @@ BOUNDARIES = [
     ("colocated_critic_devices", CRITIC, {**CRITIC, CRITIC_GPUS: 2}, "accepts"),
     ("ref_has_a_replica", {REF_GPUS: 4, REF_SEQUENCE: 4}, {REF_GPUS: 4, REF_SEQUENCE: 5}, "accepts"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
-    """One step to either side of each rule."""
-    check_boundary(skyrl, rule, holds, breaks, validator, BASE | breaks, "skyrl")
+test_rules_break_just_beyond_their_boundary = boundary_test("skyrl", BASE, BOUNDARIES)
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -150,14 +135,9 @@ def test_numbers_and_notes(change, wanted):
         assert skyrl(change).plan.policy.token_budget == 8192
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("batch_size: 32\nmicro_train_batch_size_per_gpu: 4\n", "not a file of SkyRL"),
-        ("python -m skyrl.train.main_sft batch_size=32", "starts skyrl.train.main_sft, which the rules of SkyRL do not cover"),
-    ],
-)
-def test_fine_tuning_is_refused(text, said):
+def test_fine_tuning_is_refused():
     """SkyRL's other trainer has keys of its own, which are not covered."""
-    with pytest.raises(ConfigError, match=said):
-        verdict("skyrl", text)
+    with pytest.raises(ConfigError, match="not a file of SkyRL"):
+        verdict("skyrl", "batch_size: 32\nmicro_train_batch_size_per_gpu: 4\n")
+    with pytest.raises(ConfigError, match=r"starts skyrl.train.main_sft, which the rules of SkyRL do not cover"):
+        verdict("skyrl", "python -m skyrl.train.main_sft batch_size=32")

@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.trlx: its two rules, and what is collected."""
 
 import pytest
-from helpers.dialect_files import check_boundary, expect, nested, rules, verdict
+from helpers.dialect_files import boundary_test, checker, expect, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,16 +12,8 @@ ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo
 BASE = {TRAIN: 32, MICRO: 8, ROLLOUTS: 128, CHUNK: 64, INNER: 4}
 
 
-def trlx(*changes):
-    """Check the base file with changes."""
-    config = dict(BASE)
-    for change in changes:
-        config |= change
-    return verdict("trlx", nested(config))
-
-
+trlx = checker("trlx", BASE)
 BOUNDARIES = [
-    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
     ("micro_divides_batch", {MICRO: 16}, {MICRO: 15}, "rejects"),
     ("micro_divides_batch", {MICRO: 32}, {MICRO: 64}, "rejects"),
     ("total_steps_reached", {STEPS: 1}, {STEPS: 0}, "accepts"),
@@ -29,14 +21,7 @@ BOUNDARIES = [
     ("epochs_train", {ROUNDS: 1}, {ROUNDS: 0}, "accepts"),
     ("micro_not_negative", {MICRO: 0}, {MICRO: -1}, "accepts"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
-    """One step to either side of each rule."""
-    check_boundary(trlx, rule, holds, breaks, validator, BASE | breaks, "trlx")
+test_rules_break_just_beyond_their_boundary = boundary_test("trlx", BASE, BOUNDARIES)
 
 
 @pytest.mark.parametrize("key", [TRAIN, ROLLOUTS, CHUNK, INNER, "num_processes", "num_prompts"])

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers.dialect_files import check_boundary, check_nearest, expect, nested, rules, verdict
+from helpers.dialect_files import boundary_test, checker, expect, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,18 +31,14 @@ CRITIC = {"algorithm.adv_estimator": "gae", C_MICRO: 4}
 KL = {f"{A}use_kl_loss": True, REF_LOG: 4}
 BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
 MEGATRON = {STRATEGY: "megatron", TP: 2}
+C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
+REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
+PACKING = "actor_rollout_ref.model.use_remove_padding"
+DP, BY_MEGATRON, VEOMNI = ({"model_engine": engine} for engine in ("dp", "megatron", "veomni"))
 
 
-def verl(*changes, **extra):
-    """Check the base file with changes; None takes a key away."""
-    config = dict(BASE)
-    for change in (*changes, extra):
-        config |= change
-    return verdict("verl", nested({key: value for key, value in config.items() if value is not None}))
-
-
+verl = checker("verl", BASE)
 BOUNDARIES = [
-    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
     ("megatron_divides_devices", {**MEGATRON, CP: 4}, {**MEGATRON, CP: 3}, "rejects"),
     ("samples_fill_minimal_batch", {TRAIN: 18}, {TRAIN: 17}, "rejects"),
     ("samples_fill_minimal_batch", {**MEGATRON, TRAIN: 68}, {**MEGATRON, TRAIN: 66}, "rejects"),
@@ -52,12 +48,7 @@ BOUNDARIES = [
     ("actor_old_micro_divides_mini", {}, {MICRO: None, OLD: 12}, "rejects"),
     ("actor_old_micro_reaches_every_device", {}, {MICRO: None, OLD: 4}, "rejects"),
     ("megatron_micro_per_gpu_needed", MEGATRON, {**MEGATRON, MICRO: None, OLD: 8}, "rejects"),
-    (
-        "sequence_parallel_needs_packing",
-        {OLD_SP: 2},
-        {OLD_SP: 2, "actor_rollout_ref.model.use_remove_padding": False},
-        "rejects",
-    ),
+    ("sequence_parallel_needs_packing", {OLD_SP: 2}, {OLD_SP: 2, PACKING: False}, "rejects"),
     ("rollout_micro_given", {}, {LOG: None}, "rejects"),
     ("rollout_micro_given_once", {}, {OLD_LOG: 8}, "rejects"),
     ("ref_micro_given", KL, {**KL, REF_LOG: None}, "rejects"),
@@ -72,12 +63,7 @@ BOUNDARIES = [
     ("ref_has_a_replica", KL, {**KL, f"{REF}fsdp_config.ulysses_sequence_parallel_size": 9}, "accepts"),
     ("critic_has_a_replica", CRITIC, {**CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 9}, "accepts"),
     ("megatron_starts_actor", {**MEGATRON, **BUDGET}, {**MEGATRON, **BUDGET, CP: 3}, "accepts"),
-    (
-        "megatron_starts_critic",
-        {**CRITIC, "critic.strategy": "megatron"},
-        {**CRITIC, "critic.strategy": "megatron", "critic.megatron.pipeline_model_parallel_size": 3},
-        "accepts",
-    ),
+    ("megatron_starts_critic", C_MEGATRON, {**C_MEGATRON, "critic.megatron.pipeline_model_parallel_size": 3}, "accepts"),
     ("dynamic_everywhere", BUDGET, {**BUDGET, LOG_DYNAMIC: False}, "accepts"),
     ("dynamic_everywhere", {LOG_DYNAMIC: False}, {LOG_DYNAMIC: True}, "accepts"),
     ("actor_micro_per_gpu_needed", {}, {MICRO: None, OLD: 8}, "accepts"),
@@ -92,12 +78,7 @@ BOUNDARIES = [
     ("rollout_micro_divides_share", {LOG: 32}, {LOG: 33}, "accepts"),
     ("ref_micro_divides_share", {**KL, REF_LOG: 16}, {**KL, REF_LOG: 12}, "accepts"),
     ("samples_divide_over_actor_replicas", {**V0, **BUDGET}, {**V0, **BUDGET, TRAIN: 65, WORKERS: 1}, "accepts"),
-    (
-        "samples_divide_over_ref_replicas",
-        {**KL, **BUDGET, REF_LOG: None, SP: 4, TRAIN: 16, MINI: 2},
-        {**KL, **BUDGET, REF_LOG: None, SP: 4, TRAIN: 1, MINI: 1},
-        "accepts",
-    ),
+    ("samples_divide_over_ref_replicas", {**REF_ONLY, TRAIN: 16, MINI: 2}, {**REF_ONLY, TRAIN: 1, MINI: 1}, "accepts"),
     ("samples_divide_over_workers", {**V0, WORKERS: 256}, {**V0, WORKERS: 257}, "accepts"),
     ("parts_divide_train", {"trainer.v1.sync.parameter_sync_step": 4}, {"trainer.v1.sync.parameter_sync_step": 3}, "accepts"),
     ("part_is_one_mini_batch", {MODE: "separate_async", SYNC: 4, LOG: 8}, {MODE: "separate_async", SYNC: 2}, "accepts"),
@@ -105,15 +86,20 @@ BOUNDARIES = [
     ("engines_divide_devices", {f"{R}tensor_model_parallel_size": 4}, {f"{R}tensor_model_parallel_size": 3}, "accepts"),
     ("fsdp_size_divides_devices", {f"{A}fsdp_config.fsdp_size": 4}, {f"{A}fsdp_config.fsdp_size": 3}, "accepts"),
     ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
+    # The base files give each model the configuration class of one backend (trainer/config/ppo_trainer.yaml). Composed by Hydra
+    # and given to veRL's own validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key 'megatron' is not in
+    # struct`, sizes of another backend at the composition, and the rest at the engine (workers/engine_workers.py: the class of
+    # FSDP with another backend's strategy).
+    ("actor_strategy_fits_engine", {**DP, STRATEGY: "fsdp2"}, {**DP, STRATEGY: "megatron"}, "rejects"),
+    ("actor_strategy_fits_engine", {**DP, **BUDGET}, {**DP, **BUDGET, STRATEGY: "megatron"}, "accepts"),
+    ("actor_strategy_fits_engine", DP, {**DP, STRATEGY: "veomni"}, "accepts"),
+    ("actor_strategy_fits_engine", VEOMNI, {**VEOMNI, STRATEGY: "megatron"}, "rejects"),
+    ("actor_strategy_fits_engine", BY_MEGATRON, {**BY_MEGATRON, STRATEGY: "veomni"}, "accepts"),
+    ("keys_fit_engine", DP, {**DP, TP: 2}, "rejects"),
+    ("keys_fit_engine", BY_MEGATRON, {**BY_MEGATRON, SP: 2}, "rejects"),
+    ("critic_strategy_fits_engine", {**DP, "critic.strategy": "megatron"}, {**DP, **C_MEGATRON}, "accepts"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
-    """One step to either side of each rule."""
-    check_boundary(verl, rule, holds, breaks, validator, BASE | breaks, "verl")
+test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDARIES)
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -247,42 +233,12 @@ def test_model_engine_chooses_the_backend(engine, replicas):
     assert critic.ok == (engine == "dp" and 64 % 6 == 0)
 
 
-@pytest.mark.parametrize(
-    ("change", "rules_", "validator"),
-    [
-        ({"model_engine": "dp", STRATEGY: "megatron"}, ["actor_strategy_fits_engine"], "rejects"),
-        ({"model_engine": "dp", STRATEGY: "megatron", **BUDGET}, ["actor_strategy_fits_engine"], "accepts"),
-        ({"model_engine": "dp", STRATEGY: "veomni"}, ["actor_strategy_fits_engine"], "accepts"),
-        ({"model_engine": "veomni", STRATEGY: "megatron"}, ["actor_strategy_fits_engine"], "rejects"),
-        ({"model_engine": "megatron", STRATEGY: "veomni"}, ["actor_strategy_fits_engine"], "accepts"),
-        ({"model_engine": "dp", TP: 2}, ["keys_fit_engine"], "rejects"),
-        ({"model_engine": "megatron", SP: 2}, ["keys_fit_engine"], "rejects"),
-        ({"model_engine": "dp", **CRITIC, "critic.strategy": "megatron"}, ["critic_strategy_fits_engine"], "accepts"),
-        ({"model_engine": "dp", "critic.strategy": "megatron"}, [], "accepts"),
-        ({"model_engine": "dp", STRATEGY: "fsdp2"}, [], "accepts"),
-    ],
-)
-def test_strategy_and_sizes_are_those_of_the_engine(change, rules_, validator):
-    """The base files give each model the configuration class of one backend (trainer/config/ppo_trainer.yaml).
-
-    Composed by Hydra and given to veRL's own validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key
-    'megatron' is not in struct`, sizes of another backend at the composition, and the rest at the engine
-    (workers/engine_workers.py: the FSDP class with another backend's strategy).
-    """
-    found = verl(change)
-    assert (rules(found), found.validator) == (rules_, validator)
-    check_nearest("verl", nested({key: value for key, value in (BASE | change).items() if value is not None}), [], found)
-
-
 def test_commands_start_from_the_base_file_of_fsdp():
     """A command without --config-name has model_engine=dp; a complete file has the engine of its strategy."""
     command = ["python3", "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in (BASE | MEGATRON).items())]
     assert rules(check_command(command, "verl")) == ["actor_strategy_fits_engine", "keys_fit_engine"]
-    for engine in (
-        "model_engine=megatron",
-        "--config-name=ppo_megatron_trainer",
-        "actor@actor_rollout_ref.actor=megatron_actor",
-    ):
+    group = "actor@actor_rollout_ref.actor=megatron_actor"
+    for engine in ("model_engine=megatron", "--config-name=ppo_megatron_trainer", group):
         found = check_command([*command, engine], "verl")
         assert (rules(found), found.derived["data_parallel_size"]) == ([], 4)
 

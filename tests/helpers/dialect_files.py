@@ -2,9 +2,11 @@
 
 import functools
 import json
+import operator
 import tempfile
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rampup.dialects import check_file
@@ -49,13 +51,29 @@ def expect(found, *, note=(), no_note=(), message="", **wanted):
     assert message in messages
 
 
-def check_boundary(check, rule, holds, breaks, validator, config, system):
-    """Assert that changes just inside of a rule are legal, and those just beyond break it, with nearest values that fix it."""
-    valid, invalid = check(holds), check(breaks)
-    assert valid.ok, rules(valid)
-    assert rule in rules(invalid)
-    assert (invalid.validator, invalid.run) == (validator, "fails")
-    check_nearest(system, nested({key: value for key, value in config.items() if value is not None}), [], invalid)
+def checker(system, base):
+    """Return a function that checks a base file, in dotted keys, with changes; None takes a key away."""
+
+    def check(*changes):
+        flat = functools.reduce(operator.or_, changes, base)
+        return verdict(system, nested({key: value for key, value in flat.items() if value is not None}))
+
+    return check
+
+
+def boundary_test(system, base, rows):
+    """Return a test of rows: a rule, changes that just hold, changes that just break it, and the check's verdict on those."""
+
+    @pytest.mark.parametrize(("rule", "holds", "breaks", "validator"), rows)
+    def test(rule, holds, breaks, validator):
+        valid, invalid = checker(system, base)(holds), checker(system, base)(breaks)
+        assert valid.ok, rules(valid)
+        assert rule in rules(invalid)
+        assert (invalid.validator, invalid.run) == (validator, "fails")
+        flat = {key: value for key, value in (base | breaks).items() if value is not None}
+        check_nearest(system, nested(flat), [], invalid)
+
+    return test
 
 
 def check_nearest(system, config, settings, found):
