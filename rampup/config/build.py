@@ -12,7 +12,7 @@ from typing import Any
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import KEYS, RAMP_KEYS, Config, OptimizerKeys, PipelineKeys, RampKeys, RunKeys
+from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, PipelineKeys, RampKeys, RunKeys
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -432,8 +432,7 @@ def _eval_size(
         raise
 
 
-# Resuming: the keys that set the length of a run, and the shape of its learning rate.
-BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
+# Resuming: the keys that set the shape of the learning rate.
 SCHEDULE_KEYS = (
     "lr_schedule_type",
     "learning_rate_schedule_steps",

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rampup.config.key import Key, Settings
 from rampup.config.presets import PRESETS
 from rampup.config.schema import Config, closest_keys
-from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE
 
@@ -95,21 +95,60 @@ def locate_values(
 
     See `load_config` for arguments and errors.
     """
-    located: dict[str, Located] = {}
     problems: list[RampupError] = []
+
+    def unknown_key(name: str, entry: Located) -> ConfigError:
+        nearest, hint = closest_keys(name, keys)
+        return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)
+
+    groups = {name.partition(".")[0] for name in keys if "." in name}
+    located: dict[str, Located] = {}
     for entries in _files(file, text=text):
-        own = _unnested(entries, keys)
-        unknown = {name: entry for name, entry in own.items() if name not in keys}
+        # A nested group of keys becomes dotted keys.
+        own: dict[str, Located] = {}
+        for top, entry in entries.items():
+            nested = top in groups and isinstance(entry.value, Mapping)
+            values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
+            for name, value in values.items():
+                if nested and name in entries:
+                    raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
+                own[name] = replace(entry, value=value)
+        unknown = [name for name in own if name not in keys]
         if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
             raise ConfigError(
                 "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
                 "configs/base.yml",
-                key=next(iter(unknown)),
+                key=unknown[0],
                 path=str(file),
             )
-        problems += [_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]]
+        problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
         located = _override({name: entry for name, entry in own.items() if name in keys}, located, keys)
-    return _override(located, _settings(overrides, environ, keys, problems), keys), problems
+
+    texts: list[tuple[str, Located]] = []
+    for setting in overrides:
+        name, equals, written = setting.partition("=")
+        if not equals or name != name.strip() or name.startswith("-"):
+            raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
+        texts.append((name, Located(value=written, path=COMMAND_LINE)))
+    names = {name.replace(".", "_"): name for name in keys}
+    for variable, written in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            texts.append((names.get(name, name), Located(value=written, path=variable)))
+    settings: dict[str, Located] = {}
+    for name, entry in texts:
+        if name not in keys:
+            problems.append(unknown_key(name, entry))
+            continue
+        # A key of text takes the text as it is; otherwise YAML gives it a type.
+        value = parse_scalar(entry.value, entry.path)
+        is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
+        entry = entry if is_text else replace(entry, value=value)
+        before = settings.setdefault(name, entry)
+        if before is not entry and before.value != entry.value:
+            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
+            problems.append(ConfigError(twice, key=name))
+    return _override(located, settings, keys), problems
 
 
 def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
@@ -144,12 +183,14 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     """
     name = Path(path) if isinstance(path, str) else path  # one in a bucket stays what it is
     candidates = [name if folder is None else folder / name]
+    package = Path(__file__).resolve().parent.parent
+    own_folders = [own for own in (package / "configs", package.parent / "configs") if (own / "base.yml").is_file()]
     if not name.is_absolute():
-        candidates += [own / file for own in _own_folders() for file in (name, Path(f"{name}.yml"))]
+        candidates += [own / file for own in own_folders for file in (name, Path(f"{name}.yml"))]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    own_names = sorted(file.stem for own in _own_folders() for file in own.glob("*.yml"))
+    own_names = sorted(file.stem for own in own_folders for file in own.glob("*.yml"))
     close = difflib.get_close_matches(name.stem, own_names, n=1)
     hint = f"; did you mean {close[0]}.yml?" if close else ""
     kind = "is not a regular file" if candidates[0].exists() else "no such file"
@@ -159,18 +200,13 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     raise ConfigError(f"{kind}{hint}", path=str(candidates[0]), key=BASE if folder else None, nearest=close)
 
 
-def _own_folders() -> list[Path]:
-    package = Path(__file__).resolve().parent.parent
-    return [folder for folder in (package / "configs", package.parent / "configs") if (folder / "base.yml").is_file()]
-
-
 def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) -> Iterator[dict[str, Located]]:
     """Yield the entries of a file, then those of its base_config, and so on."""
     resolved = file.resolve()
     if resolved in seen:
         cycle = " -> ".join(path.name for path in (*seen[seen.index(resolved) :], resolved))
         raise ConfigError(f"{BASE} is circular: {cycle}", key=BASE, path=str(file))
-    own = read_mapping(file) if text is None else parse_mapping(text, str(file))
+    own = parse_mapping(read_text(file) if text is None else text, str(file))
     base = own.pop(BASE, None)
     yield own
     if base is None or base.value in (None, ""):
@@ -182,55 +218,3 @@ def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) 
     except ConfigError as error:
         raise ConfigError(f"{BASE}: {error}", key=BASE, nearest=error.nearest, path=base.path, line=base.line) from None
     yield from _files(parent, (*seen, resolved))
-
-
-def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
-    """Return the entries with nested groups as dotted keys, for the groups that the keys have."""
-    groups = {name.partition(".")[0] for name in keys if "." in name}
-    result: dict[str, Located] = {}
-    for top, entry in entries.items():
-        nested = top in groups and isinstance(entry.value, Mapping)
-        values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
-        for name, value in values.items():
-            if nested and name in entries:
-                raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
-            result[name] = Located(value=value, path=entry.path, line=entry.line)
-    return result
-
-
-def _settings(
-    overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], problems: list[RampupError]
-) -> dict[str, Located]:
-    """Return the values from `key=value` settings and from environment variables; append an error for each unknown name."""
-    texts: list[tuple[str, Located]] = []
-    for setting in overrides:
-        name, equals, text = setting.partition("=")
-        if not equals or name != name.strip() or name.startswith("-"):
-            raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
-        texts.append((name, Located(value=text, path=COMMAND_LINE)))
-    names = {name.replace(".", "_"): name for name in keys}
-    for variable, text in environ.items():
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            texts.append((names.get(name, name), Located(value=text, path=variable)))
-
-    result: dict[str, Located] = {}
-    for name, entry in texts:
-        if name not in keys:
-            problems.append(_unknown(name, entry, keys))
-            continue
-        # A key of text takes the text as it is; otherwise YAML gives it a type.
-        value = parse_scalar(entry.value, entry.path)
-        is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
-        entry = Located(value=entry.value if is_text else value, path=entry.path)
-        before = result.setdefault(name, entry)
-        if before is not entry and before.value != entry.value:
-            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
-            problems.append(ConfigError(twice, key=name))
-    return result
-
-
-def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
-    """Return the error about an unknown key."""
-    nearest, hint = closest_keys(name, keys)
-    return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)

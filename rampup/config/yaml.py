@@ -53,15 +53,6 @@ for _name, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
-def read_mapping(path: str | Path) -> dict[str, Located]:
-    """Read a YAML file that is one mapping from names to values.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, YAML or a mapping, repeats a name, or has a value with a tag.
-    """
-    return parse_mapping(read_text(path), str(path))
-
-
 def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
     r"""Read YAML text that is one mapping.
 
@@ -69,6 +60,9 @@ def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = Non
         text: the text.
         path: its name in errors.
         repeated: if given, a name may be repeated: its last value counts, and its dotted name and line are added here.
+
+    Raises:
+        ConfigError: the text is not YAML or no mapping, repeats a name, or has a value with a tag.
 
     Example:
         >>> parsed = parse_mapping("steps: 1_000\nlearning_rate: 1e-5", "example.yml")

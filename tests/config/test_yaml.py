@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.config.yaml import MAX_BYTES, parse_mapping, parse_scalar, positions, read_mapping
+from rampup.config.yaml import MAX_BYTES, parse_mapping, parse_scalar, positions, read_text
 from rampup.errors import ConfigError
 
 
@@ -91,7 +91,7 @@ def test_parse_mapping_limits_aliases_and_depth():
         parse_mapping("a: " + "[" * 50_000, "deep.yml")
 
 
-def test_read_mapping_refuses_unreadable_files(tmp_path):
+def test_read_text_refuses_unreadable_files(tmp_path):
     """A missing file, a folder, a huge file and one that is not UTF-8 are errors."""
     (tmp_path / "binary.yml").write_bytes(b"a: \xff\xfe")
     (tmp_path / "huge.yml").write_bytes(b"a: 1\n" + b"#" * MAX_BYTES)
@@ -102,7 +102,7 @@ def test_read_mapping_refuses_unreadable_files(tmp_path):
         ("huge.yml", "larger than"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read_mapping(tmp_path / name)
+            read_text(tmp_path / name)
 
 
 @given(st.text())
