@@ -12,7 +12,7 @@ from typing import Any
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, PipelineKeys, RampKeys, RunKeys
+from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, RampKeys, RunKeys
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -72,7 +72,7 @@ def build_plan(
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
     keys, is_auto = config.ramp, config.batch_size_schedule == AUTO_SCHEDULE
-    budget = budget_samples(config, config.max_target_length)
+    budget, num_layers = budget_samples(config, config.max_target_length), config.base_num_decoder_layers
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
 
@@ -87,7 +87,11 @@ def build_plan(
             overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
     known = axes or MeshAxes()
     with _collected(problems, config):
-        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, known.pipeline)
+        repeats, per_stage = config.num_pipeline_repeats, config.num_layers_per_pipeline_stage
+        if per_stage == AUTO:
+            per_stage = max(num_layers // (known.pipeline * max(repeats, 1)), 1)
+        shape = {"num_stages": known.pipeline, "num_layers_per_stage": per_stage, "num_repeats": repeats}
+        num_repeats = pipeline_repeats(num_layers=num_layers, **shape)
     with _collected(problems, config):
         minimizes = measured is not None or config.rampup_microbatch == "per_phase"
         splitter = BatchSplitter(
@@ -105,7 +109,11 @@ def build_plan(
         )
     with _collected(problems, config):
         if is_auto and reserved_sizes is None and splitter:
-            reserved_sizes = _auto_sizes(keys, num_devices, splitter)
+            shape = {"num_devices": num_devices, "gradient_accumulation_steps": config.gradient_accumulation_steps}
+            unfixed = replace(splitter, microbatch_size=AUTO)
+            bounds = ("per_device_batch_size_start", "per_device_batch_size")
+            start, largest = (global_batch_size(getattr(config, key), **shape, key=key, splitter=unfixed) for key in bounds)
+            reserved_sizes = auto_sizes(start, largest)
         if ramp is None and not (is_auto and reserved_sizes is None):
             ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
@@ -117,15 +125,23 @@ def build_plan(
         with _collected(problems, config):
             _eval_size(keys, num_devices, None, splitter, needed=needs_eval)
     closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
-    if axes and splitter and ramp is None and any(isinstance(problem, BatchDivisibilityError) for problem in problems):
-        closing = _devices_of_schedule(config, num_devices)
+    fixed_sizes = not is_auto and config.batch_size_schedule is not None and config.seesaw_factor is None
+    refused = any(isinstance(problem, BatchDivisibilityError) for problem in problems)
+    if axes and splitter and ramp is None and refused and fixed_sizes:
+        # The batches of a schedule do not follow the devices: other numbers of devices may run them.
+        with contextlib.suppress(RampupError):
+            wanted = ramp_from_config(config, num_devices, budget=budget)
+            numbers = _numbers_that_can(config, wanted, num_devices, lambda number: build_plan(config, number, ramp=wanted))
+            closing = f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
     raise_together(problems, closing)
     assert axes is not None
     assert splitter is not None
     assert ramp is not None
 
     if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        splitter = _with_best_repeats(splitter, ramp, config.base_num_decoder_layers, overhead)
+        most = pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages)
+        rules = (replace(splitter, num_repeats=number) for number in divisors(most))
+        splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
     if eval_size is None:
         with _collected(problems, config):
             eval_size = _eval_size(keys, num_devices, seesaw.base if seesaw else ramp, splitter, needed=needs_eval)
@@ -283,128 +299,64 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
 
 
-def _num_repeats(keys: PipelineKeys, num_layers: int, num_stages: int) -> int:
-    repeats, per_stage = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
-    if per_stage == AUTO:
-        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
-    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
+    """Return the predicted time of a step in the last phase."""
+    *_, last = splitter.split(ramp.sizes)
+    shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
+    m, b = last.num_pipeline_microbatches, last.microbatch_size
+    return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
 
 
-def _with_best_repeats(splitter: BatchSplitter, ramp: BatchRamp, num_layers: int, overhead: Fraction) -> BatchSplitter:
-    """Return the splitter with the number of repeats whose predicted step time in the last phase is lowest."""
+def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None) -> BatchRamp:
+    """Return the ramp. With a splitter, each size can be split, also those that `batch_size_schedule: auto` reserves."""
+    schedule, length = config.batch_size_schedule, config.max_target_length
+    budget, unfixed = budget_samples(config, length), splitter and replace(splitter, microbatch_size=AUTO)
+    ramp, problems = None, list[RampupError]()
+    if schedule == AUTO_SCHEDULE:
+        assert reserved_sizes is not None
+        ramp = BatchRamp.constant(reserved_sizes[0])
+        sizes = [(size, "batch_size_schedule: auto") for size in reserved_sizes]
+    else:
+        try:
+            ramp = ramp_from_config(config, num_devices, budget=budget, splitter=unfixed)
+            sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
+        except RampDefinitionError as error:
+            if splitter is None or schedule is None or config.enable_rampup_batch_size:
+                raise
+            problems, sizes = [error], []
+    if splitter is None or unfixed is None:
+        assert ramp is not None
+        return ramp
 
-    def time(num_repeats: int) -> Fraction:
-        *_, last = replace(splitter, num_repeats=num_repeats).split(ramp.sizes)
-        return last.accumulation_steps * predicted_time(
-            last.num_pipeline_microbatches,
-            last.microbatch_size,
-            num_stages=splitter.num_stages,
-            num_repeats=num_repeats,
-            overhead=overhead,
-        )
-
-    repeats = divisors(pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages))
-    return replace(splitter, num_repeats=min(repeats, key=time))
-
-
-def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
-    """Return the ramp; `sizes` are those of `batch_size_schedule: auto`. With a splitter, each of its sizes can be split."""
-    if config.batch_size_schedule == AUTO_SCHEDULE:
-        assert sizes is not None
-        if splitter is not None:
-            _check_sizes(splitter, [(size, "batch_size_schedule: auto") for size in sizes])
-        return BatchRamp.constant(sizes[0])
-    unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    try:
-        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config, config.max_target_length), splitter=unfixed)
-    except RampDefinitionError as error:
-        # A schedule in the wrong order still has sizes to check.
-        if splitter is None or config.batch_size_schedule is None or config.enable_rampup_batch_size:
-            raise
-        raise_together([error, *_schedule_problems(config, splitter, None)])
-    if splitter is not None and config.batch_size_schedule is not None:
-        raise_together(_schedule_problems(config, splitter, ramp))
-    elif splitter is not None:
-        _check_sizes(splitter, [(phase.global_batch_size, str(phase)) for phase in ramp.phases])
-    return ramp
-
-
-def _auto_sizes(keys: RampKeys, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
-    """Return the sizes of `batch_size_schedule: auto`."""
-    start, largest = (
-        global_batch_size(
-            getattr(keys, key),
-            num_devices=num_devices,
-            gradient_accumulation_steps=keys.gradient_accumulation_steps,
-            key=key,
-            splitter=replace(splitter, microbatch_size=AUTO),
-        )
-        for key in ("per_device_batch_size_start", "per_device_batch_size")
-    )
-    return auto_sizes(start, largest)
-
-
-def _check_sizes(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]]) -> None:
-    """Check global batch sizes, each with its place. An error names the key that a user would change."""
-    problems = [p for size, where in sizes if (p := splitter.problem(size, where))]
-    if not problems:
-        return
-    numbers, fixed, unfixed = [size for size, _ in sizes], splitter.microbatch_size, replace(splitter, microbatch_size=AUTO)
-    if fixed != AUTO and all(map(unfixed.allows, numbers)):
+    scheduled = None if schedule == AUTO_SCHEDULE else schedule
+    if scheduled is not None and not (ramp and all(map(splitter.allows, ramp.sizes))):
+        # A schedule in the wrong order still has sizes to check. No step reaches a size that is jumped over; once the other
+        # sizes are fixed, a step may.
+        used, state = {size for size, _ in sizes}, ", jumped over" if ramp else ""
+        tokens = config.batch_size_schedule_unit == "tokens"
+        with contextlib.suppress(RampDefinitionError):
+            entries = parse_schedule(scheduled, sequence_length=length if tokens else None, budget=budget)
+            sizes += [(size, f"from sample {at:,}{state}") for at, size in entries if size > 0 and size not in used]
+    key = None if scheduled is None else "batch_size_schedule"
+    refused = [problem for size, where in sizes if (problem := splitter.problem(size, where, key=key))]
+    fixed, numbers = splitter.microbatch_size, [size for size, _ in sizes]
+    if refused and fixed != AUTO and scheduled is not None:
+        # A smaller microbatch changes the batches least.
+        near = [min((abs(legal - size), legal) for legal in unfixed.nearest(size))[1] for size in numbers]
+        smaller = [n for n in unfixed.legal_microbatches(near) if n < fixed][-1:]
+        if smaller and not all(map(splitter.allows, near)):
+            for problem in refused:
+                problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
+                problem.alternatives = {"microbatch_size": tuple(smaller)}
+    elif refused and fixed != AUTO and all(map(unfixed.allows, numbers)):
         legal = unfixed.legal_microbatches(numbers)
         nearest = nearest_in(fixed, legal)
-        raise BatchDivisibilityError(
-            f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase; "
-            f"nearest: {', '.join(map(str, nearest))} ({problems[0]})",
-            value=fixed,
-            divisor=max(legal),
-            key="microbatch_size",
-            nearest=nearest,
-        )
-    raise_together(problems)
-
-
-def _devices_of_schedule(config: Config, num_devices: int) -> str:
-    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
-    if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
-        return ""
-    with contextlib.suppress(RampupError):
-        ramp = _ramp(config, num_devices, None, None)
-        numbers = _numbers_that_can(config, ramp, num_devices, lambda number: build_plan(config, number, ramp=ramp))
-        return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
-    return ""
-
-
-def _schedule_problems(config: Config, splitter: BatchSplitter, ramp: BatchRamp | None) -> list[RampupError]:
-    """Return an error for each size of the schedule that cannot be split; `ramp` is None if the schedule itself is refused."""
-    assert config.batch_size_schedule is not None
-    length, tokens = config.max_target_length, config.batch_size_schedule_unit == "tokens"
-    budget = budget_samples(config, length)
-    try:
-        entries = parse_schedule(config.batch_size_schedule, sequence_length=length if tokens else None, budget=budget)
-    except RampDefinitionError:
-        return []
-    if ramp is None:
-        sizes = [(size, f"from sample {threshold:,}") for threshold, size in entries if size > 0]
-    elif all(map(splitter.allows, ramp.sizes)):
-        return []
-    else:
-        # No step reaches a size that is jumped over. Once the other sizes are fixed, a step may.
-        used = set(ramp.sizes)
-        sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
-        sizes += [(size, f"from sample {threshold:,}, jumped over") for threshold, size in entries if size not in used]
-    problems = [p for size, where in sizes if (p := splitter.problem(size, where, key="batch_size_schedule"))]
-    if not problems or splitter.microbatch_size == AUTO:
-        return problems
-    # A smaller microbatch changes the batches least.
-    unfixed = replace(splitter, microbatch_size=AUTO)
-    near = [nearest[0] if 2 * size <= sum(nearest) else nearest[-1] for size, _ in sizes if (nearest := unfixed.nearest(size))]
-    smaller = [n for n in unfixed.legal_microbatches(near) if n < splitter.microbatch_size][-1:]
-    if smaller and not all(map(splitter.allows, near)):
-        for problem in problems:
-            problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
-            problem.alternatives = {"microbatch_size": tuple(smaller)}
-    return problems
+        rule = f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase"
+        text = f"{rule}; nearest: {', '.join(map(str, nearest))} ({refused[0]})"
+        raise BatchDivisibilityError(text, value=fixed, divisor=max(legal), key="microbatch_size", nearest=nearest)
+    raise_together([*problems, *refused])
+    assert ramp is not None
+    return ramp
 
 
 def _eval_size(
