@@ -12,7 +12,7 @@ from typing import Any
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, RampKeys, RunKeys
+from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, RampKeys
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -72,7 +72,7 @@ def build_plan(
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
     keys, is_auto = config.ramp, config.batch_size_schedule == AUTO_SCHEDULE
-    budget, num_layers = budget_samples(config, config.max_target_length), config.base_num_decoder_layers
+    budget, num_layers = budget_samples(config), config.base_num_decoder_layers
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
 
@@ -210,7 +210,7 @@ def adam_base(config: OptimizerKeys) -> AdamConstants:
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     """Return how AdamW's constants depend on the batch."""
     reference, scaling = config.adam_weight_decay_reference_tokens, config.batch_rule[1]
-    samples = budget_samples(config, config.max_target_length) or plan.consumed_samples
+    samples = budget_samples(config) or plan.consumed_samples
     return replace(
         scaling,
         b2_floor=config.adam_b2_floor,
@@ -220,10 +220,10 @@ def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     )
 
 
-def budget_samples(config: RunKeys, sequence_length: int) -> Fraction | None:
+def budget_samples(config: Config) -> Fraction | None:
     """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
     if config.train_tokens is not None:
-        return Fraction(config.train_tokens, sequence_length)
+        return Fraction(config.train_tokens, config.max_target_length)
     return None if config.train_samples is None else Fraction(config.train_samples)
 
 
@@ -310,7 +310,7 @@ def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None) -> BatchRamp:
     """Return the ramp. With a splitter, each size can be split, also those that `batch_size_schedule: auto` reserves."""
     schedule, length = config.batch_size_schedule, config.max_target_length
-    budget, unfixed = budget_samples(config, length), splitter and replace(splitter, microbatch_size=AUTO)
+    budget, unfixed = budget_samples(config), splitter and replace(splitter, microbatch_size=AUTO)
     ramp, problems = None, list[RampupError]()
     if schedule == AUTO_SCHEDULE:
         assert reserved_sizes is not None
