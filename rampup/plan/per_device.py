@@ -195,9 +195,7 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
         rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
         fix = f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
         raise BatchDivisibilityError(f"batch_size_schedule=auto: {rule}, {fix}", value=largest, divisor=start, key=END)
-    doubled = [start]
-    while doubled[-1] * 2 <= largest:
-        doubled.append(doubled[-1] * 2)
+    doubled = [start << k for k in range((largest // start).bit_length())]
     return tuple(dict.fromkeys([*doubled, largest]))
 
 

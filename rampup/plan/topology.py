@@ -6,6 +6,7 @@ a number of slices in front (`2*v5e:4x4`).
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -41,10 +42,24 @@ class Chip:
     kinds: tuple[str, ...]  # what JAX calls its devices
 
     @property
-    def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Its slices by their chips: in two dimensions all, in three those smaller than a cube of 4 x 4 x 4."""
-        shapes = _FLAT if self.dimensions == 2 else _SMALL_CUBES
-        return {chips: shape for chips, shape in shapes.items() if chips <= self.max_chips}
+    def shapes(self) -> Mapping[int, tuple[int, ...]]:
+        """Its slices by their chips in ascending order, the most compact one of each number."""
+        return _shapes(self.dimensions, self.max_chips)
+
+
+@functools.cache
+def _shapes(dimensions: int, max_chips: int) -> dict[int, tuple[int, ...]]:
+    shapes = dict(_FLAT if dimensions == 2 else _SMALL_CUBES)
+    for cubes in range(1, max_chips // _CUBE**3 + 1) if dimensions == 3 else ():
+        boxes = (
+            (a, b, cubes // (a * b))
+            for a in range(1, math.isqrt(cubes) + 1)
+            if cubes % a == 0
+            for b in range(a, math.isqrt(cubes // a) + 1)
+            if cubes // a % b == 0
+        )
+        shapes[cubes * _CUBE**3] = tuple(side * _CUBE for side in min(boxes, key=sum))
+    return {chips: shape for chips, shape in shapes.items() if chips <= max_chips}
 
 
 _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
@@ -131,15 +146,26 @@ class Topology:
         if not 1 <= num_slices <= MAX_SLICES:
             raise _error(f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}")
         if separator == ":":
-            shape = _parse_shape(chip, size, text)
+            shape = tuple(int(side) for side in size.split("x") if side)
+            chips = math.prod(shape)
+            if len(shape) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(shape) < 1:
+                example = cls(chip=chip, shape=chip.shapes[64]).name
+                raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
+            if chip.dimensions == 2 and shape not in chip.shapes.values():
+                raise _nearest_error(chip, text, chips, "is not a shape of its slices")
+            if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
+                if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
+                    rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4"
+                    raise _nearest_error(chip, text, chips, f"{rule} in ascending order")
+                if chips > chip.max_chips:
+                    raise _nearest_error(chip, text, chips, f"has {chips:,} chips of at most {chip.max_chips:,}")
         else:  # the number of a product name counts chips or TensorCores
             unit = 2 if chip.counts_cores else 1
             number = int(size) if size.isdecimal() else 0
-            found = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
-            if found is None:
+            if number % unit or number // unit not in chip.shapes:
                 what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
                 raise _nearest_error(chip, text, number // unit, what)
-            shape = found
+            shape = chip.shapes[number // unit]
         return cls(chip=chip, shape=shape, num_slices=num_slices)
 
     @property
@@ -212,50 +238,15 @@ class Topology:
 def known_topologies() -> Iterator[Topology]:
     """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
     for chip in CHIPS.values():
-        for chips in [*chip.shapes, *([] if chip.dimensions == 2 else [64, 128, 256, 512, 1024])]:
-            if chips > 1 or not chip.counts_cores:
-                yield Topology(chip=chip, shape=_shape_of_chips(chip, chips) or ())
-
-
-def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
-    sides = tuple(int(side) for side in size.split("x") if side)
-    if len(sides) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(sides) < 1:
-        example = CHIPS[chip.name].name + ":" + "x".join(map(str, _shape_of_chips(chip, 64) or ()))
-        raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
-    if chip.dimensions == 2 and sides not in chip.shapes.values():
-        raise _nearest_error(chip, text, math.prod(sides), "is not a shape of its slices")
-    if chip.dimensions == 3 and sides not in _SMALL_CUBES.values():
-        if any(side % _CUBE for side in sides) or list(sides) != sorted(sides):
-            rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4 in ascending order"
-            raise _nearest_error(chip, text, math.prod(sides), rule)
-        if math.prod(sides) > chip.max_chips:
-            raise _nearest_error(chip, text, math.prod(sides), f"has {math.prod(sides):,} chips of at most {chip.max_chips:,}")
-    return sides
-
-
-def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
-    """Return the shape of the slice with this many chips, the most compact one, or None."""
-    if chips in chip.shapes:
-        return chip.shapes[chips]
-    cubes, rest = divmod(chips, _CUBE**3)
-    if chip.dimensions == 2 or rest or not 1 <= chips <= chip.max_chips:
-        return None
-    shapes = (
-        (a, b, cubes // (a * b))
-        for a in range(1, math.isqrt(cubes) + 1)
-        if cubes % a == 0
-        for b in range(a, math.isqrt(cubes // a) + 1)
-        if cubes // a % b == 0
-    )
-    a, b, c = min(shapes, key=sum)
-    return a * _CUBE, b * _CUBE, c * _CUBE
+        for chips, shape in chip.shapes.items():
+            if chips.bit_count() == 1 and (not chip.counts_cores if chips == 1 else chips <= 1024):
+                yield Topology(chip=chip, shape=shape)
 
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
     """Return the error about a size that does not exist, with the nearest ones that do."""
-    known = [*chip.shapes, *([] if chip.dimensions == 2 else range(64, chip.max_chips + 1, 64))]
-    near = [chips] if chips in known else nearest_in(chips, known)
-    names = [Topology(chip=chip, shape=_shape_of_chips(chip, n) or ()).name for n in near]
+    near = [chips] if chips in chip.shapes else nearest_in(chips, [*chip.shapes])
+    names = [Topology(chip=chip, shape=chip.shapes[n]).name for n in near]
     return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
 
 
