@@ -1,8 +1,6 @@
 """Tests of rampup.config.yaml."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rampup.config.yaml import MAX_BYTES, parse_mapping, parse_scalar, positions, read_text
 from rampup.errors import ConfigError
@@ -103,16 +101,6 @@ def test_read_text_refuses_unreadable_files(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             read_text(tmp_path / name)
-
-
-@given(st.text())
-def test_any_text_is_parsed_or_raises_config_error(text):
-    """Any text is parsed or raises a ConfigError."""
-    try:
-        parse_mapping(text, "file.yml")
-        parse_scalar(text, "command line")
-    except ConfigError:
-        pass
 
 
 def test_positions_of_keys_and_values():
