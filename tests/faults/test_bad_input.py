@@ -35,7 +35,7 @@ ANYTHING = st.recursive(
 
 
 @given(random_configs.configs())
-@settings(QUICK, max_examples=100)
+@settings(QUICK, max_examples=200)
 def test_random_config_is_planned_or_refused(changes):
     """A plan agrees with the slow reference; an error names a key and offers legal values."""
     random_configs.check(changes)

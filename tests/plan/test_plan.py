@@ -60,19 +60,6 @@ def test_to_dict_has_the_documented_format():
     }
 
 
-def test_position_agrees_with_stepping():
-    """The position at step N has the samples of N steps, one by one."""
-    plan = RampPlan(**KEYS)
-    consumed = 0
-    for step in range(40):
-        position = plan.position(step)
-        assert (position.step, position.consumed_samples) == (step, consumed)
-        assert plan.rows(step) == range(consumed, consumed + position.split.global_batch_size)
-        assert position.split is plan.splits[position.phase.index]
-        consumed += position.split.global_batch_size
-    assert plan.consumed_samples == plan.position(100).consumed_samples
-
-
 def test_plan_checks_every_phase_and_evaluation():
     """An invalid phase in the middle and an invalid evaluation batch are in one error."""
     keys = KEYS | {"ramp": BatchRamp.from_schedule("0:16 100:18 200:32"), "eval_global_batch_size": 6}
