@@ -176,14 +176,9 @@ def build_plan(
         with _collected(problems, config):
             raise_together(noise_problems(plan, plan.axes.data))
         if plan.splitter.num_stages > 1 and config.logits_via_embedding:
-            problems.append(
-                ConfigError(
-                    "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false: the first and the last "
-                    "stage each have a part of the gradient of a tied embedding",
-                    key="logits_via_embedding",
-                    nearest=(False,),
-                )
-            )
+            rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
+            reason = "the first and the last stage each have a part of the gradient of a tied embedding"
+            problems.append(ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)))
         raise_together(problems)
     return plan
 
@@ -384,19 +379,6 @@ def _eval_size(
         raise
 
 
-# Resuming: the keys that set the shape of the learning rate.
-SCHEDULE_KEYS = (
-    "lr_schedule_type",
-    "learning_rate_schedule_steps",
-    "warmup_steps_fraction",
-    "learning_rate_final_fraction",
-    "wsd_decay_steps_fraction",
-    "wsd_decay_style",
-)
-# The keys that define the sizes of `batch_size_schedule: auto`.
-AUTO_KEYS = {"batch_size_schedule", "per_device_batch_size_start", "per_device_batch_size", "gradient_accumulation_steps"}
-
-
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
     """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
     return {
@@ -457,9 +439,10 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
     """
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
     if config.batch_size_schedule == AUTO_SCHEDULE:
-        names &= AUTO_KEYS
+        names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
     if config.seesaw_factor is not None:
-        names |= {*BUDGET_KEYS, *SCHEDULE_KEYS, "max_target_length", "opt_type"}
+        names |= {*BUDGET_KEYS, "max_target_length", "opt_type", "lr_schedule_type", "learning_rate_schedule_steps"}
+        names |= {"warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction", "wsd_decay_style"}
     elif "%" in (config.batch_size_schedule or ""):
         names |= {*BUDGET_KEYS} - {"steps"}
     return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}

@@ -133,8 +133,7 @@ def parse_scalar(text: str, path: str) -> Any:
         (1000.0, None, '0:8 9:16')
     """
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-    node = yaml.ScalarNode(tag, text)
-    return _scalar(node, path, line=None)
+    return _scalar(text, tag, path, line=None)
 
 
 def read_text(path: str | Path) -> str:
@@ -186,18 +185,19 @@ class _Reader:
         if self._left < 0 or depth > MAX_DEPTH:
             problem = "nested too deeply" if depth > MAX_DEPTH else f"too large: more than {MAX_VALUES:,} values"
             raise ConfigError(f"not a configuration: it is {problem}", path=self._path, line=line)
+        legal = ("null", "bool", "int", "float", "str") if isinstance(node, yaml.ScalarNode) else ("seq", "map")
+        if not node.tag.startswith(_PREFIX) or node.tag.removeprefix(_PREFIX) not in legal:
+            raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=self._path, line=line)
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node, self._path, line)
-        _check_tag(node, self._path, line, allowed=("seq", "map"))
+            return _scalar(node.value, node.tag, self._path, line)
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, depth=depth + 1) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
         return {name: located.value for name, located in self.entries(node, depth=depth, prefix=prefix)}
 
 
-def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
-    _check_tag(node, path, line, allowed=("null", "bool", "int", "float", "str"))
-    text, kind = node.value, node.tag.removeprefix(_PREFIX)
+def _scalar(text: str, tag: str, path: str, line: int | None) -> Any:
+    kind = tag.removeprefix(_PREFIX)
     try:
         if kind == "null":
             return None
@@ -210,8 +210,3 @@ def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
     except ValueError:
         raise ConfigError(f"{text[:50]!r} is not a usable number", path=path, line=line) from None
     return text
-
-
-def _check_tag(node: yaml.Node, path: str, line: int | None, *, allowed: tuple[str, ...]) -> None:
-    if node.tag.removeprefix(_PREFIX) not in allowed or not node.tag.startswith(_PREFIX):
-        raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=path, line=line)

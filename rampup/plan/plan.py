@@ -165,8 +165,7 @@ class RampPlan:
 
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
-        phase = self.ramp.phase_at(step)
-        consumed = phase.start_sample + (step - phase.start_step) * phase.global_batch_size
+        phase, consumed = self.ramp.phase_at(step), self.ramp.samples_before(step)
         return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=self.splits[phase.index])
 
     def segment_at(self, step: int) -> ClockSegment:
