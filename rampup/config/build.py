@@ -71,8 +71,11 @@ def build_plan(
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
-    keys, is_auto = config.ramp, config.batch_size_schedule == AUTO_SCHEDULE
-    budget, num_layers = budget_samples(config), config.base_num_decoder_layers
+    is_auto, budget, num_layers = (
+        config.batch_size_schedule == AUTO_SCHEDULE,
+        budget_samples(config),
+        config.base_num_decoder_layers,
+    )
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
 
@@ -118,22 +121,23 @@ def build_plan(
             ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
                 total = math.ceil(budget or ramp.samples_before(config.total_steps or 0))
-                seesaw = _seesaw(keys, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
+                seesaw = _seesaw(config.ramp, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
                 ramp = seesaw.ramp
-    needs_eval = config.eval_interval != AUTO
-    if eval_size is None and problems and axes and splitter and config.eval_per_device_batch_size > 0:
-        with _collected(problems, config):
-            _eval_size(keys, num_devices, None, splitter, needed=needs_eval)
+    eval_problems: list[RampupError] = []
+    if eval_size is None and axes and splitter and (config.eval_per_device_batch_size > 0 or not problems):
+        with _collected(eval_problems, config):
+            eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
     closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
     fixed_sizes = not is_auto and config.batch_size_schedule is not None and config.seesaw_factor is None
-    refused = any(isinstance(problem, BatchDivisibilityError) for problem in problems)
+    refused = any(isinstance(problem, BatchDivisibilityError) for problem in [*problems, *eval_problems])
     if axes and splitter and ramp is None and refused and fixed_sizes:
         # The batches of a schedule do not follow the devices: other numbers of devices may run them.
         with contextlib.suppress(RampupError):
             wanted = ramp_from_config(config, num_devices, budget=budget)
             numbers = _numbers_that_can(config, wanted, num_devices, lambda number: build_plan(config, number, ramp=wanted))
             closing = f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
-    raise_together(problems, closing)
+    if problems:
+        raise_together([*problems, *eval_problems], closing)
     assert axes is not None
     assert splitter is not None
     assert ramp is not None
@@ -142,15 +146,12 @@ def build_plan(
         most = pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages)
         rules = (replace(splitter, num_repeats=number) for number in divisors(most))
         splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
-    if eval_size is None:
-        with _collected(problems, config):
-            eval_size = _eval_size(keys, num_devices, seesaw.base if seesaw else ramp, splitter, needed=needs_eval)
 
     def steps_of(steps: int) -> int:
         """Return the steps of the run for steps of the planned ramp: with Seesaw, those that consume the same samples."""
         return steps if seesaw is None else ramp.step_of_sample(seesaw.base.samples_before(steps) - 1) + 1
 
-    steps, schedule = config.total_steps, config.learning_rate_schedule_steps
+    steps, schedule, problems = config.total_steps, config.learning_rate_schedule_steps, eval_problems
     with _collected(problems, config):
         plan = RampPlan(
             ramp=ramp,
@@ -354,27 +355,25 @@ def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, rese
     return ramp
 
 
-def _eval_size(
-    keys: RampKeys, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter, *, needed: bool
-) -> int | None:
+def _eval_size(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
     """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
-    key, size = "eval_per_device_batch_size", keys.eval_per_device_batch_size
+    key, size = "eval_per_device_batch_size", config.eval_per_device_batch_size
     try:
-        if size == 0 and keys.batch_size_schedule is not None and ramp is not None:
+        if size == 0 and config.batch_size_schedule is not None and ramp is not None:
             # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
-            whole = ramp.sizes[-1] // keys.gradient_accumulation_steps
+            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
             if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
                 raise problem
             return whole
         return global_batch_size(
-            size or keys.per_device_batch_size,
+            size or config.per_device_batch_size,
             num_devices=num_devices,
             gradient_accumulation_steps=1,
             key=key,
             splitter=splitter.for_eval(),
         )
     except BatchDivisibilityError:
-        if size == 0 and not needed:
+        if size == 0 and config.eval_interval == AUTO:
             return None
         raise
 

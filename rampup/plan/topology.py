@@ -67,36 +67,22 @@ _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
-            peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}",
-        ),
-        Chip(
-            name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
-            peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}",
-        ),
-        Chip(
-            name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
-            peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4",
-        ),
-        Chip(
-            name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
-            peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
-            kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e",
-        ),
-        Chip(
-            name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
-            peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p",
-        ),
-        Chip(
-            name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
-            peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
-            kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e",
-        ),
-        Chip(
-            name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
-            peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x",
-        ),
+        Chip(name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
+             peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}"),
+        Chip(name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
+             peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}"),
+        Chip(name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
+             peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4"),
+        Chip(name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
+             peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
+             kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e"),
+        Chip(name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
+             peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p"),
+        Chip(name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
+             peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
+             kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e"),
+        Chip(name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
+             peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x"),
     )
 }  # fmt: skip
 # The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
