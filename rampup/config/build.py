@@ -71,13 +71,10 @@ def build_plan(
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
-    is_auto, budget, num_layers = (
-        config.batch_size_schedule == AUTO_SCHEDULE,
-        budget_samples(config),
-        config.base_num_decoder_layers,
-    )
+    is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
+    num_layers = config.base_num_decoder_layers
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
     # that is refused has no known number of replicas: the ramp is then checked without its splitter.
@@ -151,7 +148,8 @@ def build_plan(
         """Return the steps of the run for steps of the planned ramp: with Seesaw, those that consume the same samples."""
         return steps if seesaw is None else ramp.step_of_sample(seesaw.base.samples_before(steps) - 1) + 1
 
-    steps, schedule, problems = config.total_steps, config.learning_rate_schedule_steps, eval_problems
+    steps, schedule = config.total_steps, config.learning_rate_schedule_steps
+    problems += eval_problems
     with _collected(problems, config):
         plan = RampPlan(
             ramp=ramp,
