@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -131,7 +132,7 @@ def build_plan(
         # The batches of a schedule do not follow the devices: other numbers of devices may run them.
         with contextlib.suppress(RampupError):
             wanted = ramp_from_config(config, num_devices, budget=budget)
-            numbers = _numbers_that_can(config, wanted, num_devices, lambda number: build_plan(config, number, ramp=wanted))
+            numbers = _numbers_that_can(config, wanted, num_devices, functools.partial(build_plan, config, ramp=wanted))
             closing = f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
     if problems:
         raise_together([*problems, *eval_problems], closing)
@@ -407,7 +408,16 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
     old: dict[str, str | None] = record["ramp_keys"]
     if now == old:
-        return _same_batches(config, num_devices, before, record)
+        plan_for = _same_batches(config, before, record)
+        try:
+            return plan_for(num_devices)
+        except (BatchDivisibilityError, PipelineShapeError) as error:
+            numbers = _numbers_that_can(config, before, record["num_devices"], plan_for)
+            was = (
+                f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
+            )
+            text = f"{was}; numbers of devices that can run all of them: {list_devices(numbers)}. {error}"
+            raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
@@ -445,22 +455,13 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
     return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
 
 
-def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Mapping[str, Any]) -> RampPlan:
+def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) -> Callable[[int], RampPlan]:
+    """Return the function from a number of devices to the plan with the batches of a record."""
     same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
     eval_size = record["eval_global_batch_size"] if same_eval else None
     seesaw = Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
-
-    def plan_for(number: int) -> RampPlan:
-        reserved = record.get("reserved_sizes")
-        return build_plan(config, number, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
-
-    try:
-        return plan_for(num_devices)
-    except (BatchDivisibilityError, PipelineShapeError) as error:
-        numbers = _numbers_that_can(config, ramp, record["num_devices"], plan_for)
-        text = f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
-        text += f"; numbers of devices that can run all of them: {list_devices(numbers)}. {error}"
-        raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
+    reserved = record.get("reserved_sizes")
+    return functools.partial(build_plan, config, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
 
 
 def possible_devices(config: Config, plan: RampPlan) -> list[int]:
@@ -473,8 +474,8 @@ def possible_devices(config: Config, plan: RampPlan) -> list[int]:
         >>> possible_devices(config, build_plan(config, 4))
         [1, 2, 4, 8]
     """
-    record = ramp_record(config, plan)
-    return _numbers_that_can(config, plan.ramp, plan.num_devices, lambda n: _same_batches(config, n, plan.ramp, record))
+    plan_for = _same_batches(config, plan.ramp, ramp_record(config, plan))
+    return _numbers_that_can(config, plan.ramp, plan.num_devices, plan_for)
 
 
 def list_devices(numbers: Sequence[int]) -> str:
