@@ -17,7 +17,6 @@ from rampup.errors import ConfigError
 MAX_BYTES = 4_000_000
 MAX_VALUES = 200_000
 MAX_DEPTH = 50
-_NULL = "tag:yaml.org,2002:null"
 _PREFIX = "tag:yaml.org,2002:"
 
 
