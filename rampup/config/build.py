@@ -412,11 +412,10 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
         try:
             return plan_for(num_devices)
         except (BatchDivisibilityError, PipelineShapeError) as error:
-            numbers = _numbers_that_can(config, before, record["num_devices"], plan_for)
-            was = (
-                f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
-            )
-            text = f"{was}; numbers of devices that can run all of them: {list_devices(numbers)}. {error}"
+            was = record["num_devices"]
+            numbers = _numbers_that_can(config, before, was, plan_for)
+            text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
+            text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
             raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:

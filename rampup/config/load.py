@@ -71,8 +71,6 @@ def load_settings(
     refused: RampupError | None = None
     try:
         config = schema.from_values(values, {name: str(entry) for name, entry in located.items()})
-        if not problems:
-            return config
     except ConfigError as error:
         refused = error
         problems += [
@@ -81,7 +79,8 @@ def load_settings(
             if (name := problem.key) in located and not schema.keys()[name].allows(located[name].value)
         ]
     raise_together(problems, f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'} solved")
-    assert refused is not None
+    if refused is None:
+        return config
     # Keys that contradict each other may come from different lines: the error names the file.
     contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=str(file))
     contradiction.problems = refused.problems

@@ -41,16 +41,12 @@ class Chip:
     config: str | None = None  # `chip_config_name` of the compiler
     kinds: tuple[str, ...]  # what JAX calls its devices
 
-    @property
-    def shapes(self) -> Mapping[int, tuple[int, ...]]:
-        """Its slices by their chips in ascending order, the most compact one of each number."""
-        return _shapes(self.dimensions, self.max_chips)
-
 
 @functools.cache
-def _shapes(dimensions: int, max_chips: int) -> dict[int, tuple[int, ...]]:
-    shapes = dict(_FLAT if dimensions == 2 else _SMALL_CUBES)
-    for cubes in range(1, max_chips // _CUBE**3 + 1) if dimensions == 3 else ():
+def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
+    """Return the slices by their chips in ascending order, the most compact one of each number."""
+    shapes = dict(_FLAT if chip.dimensions == 2 else _SMALL_CUBES)
+    for cubes in range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ():
         boxes = (
             (a, b, cubes // (a * b))
             for a in range(1, math.isqrt(cubes) + 1)
@@ -59,7 +55,7 @@ def _shapes(dimensions: int, max_chips: int) -> dict[int, tuple[int, ...]]:
             if cubes // a % b == 0
         )
         shapes[cubes * _CUBE**3] = tuple(side * _CUBE for side in min(boxes, key=sum))
-    return {chips: shape for chips, shape in shapes.items() if chips <= max_chips}
+    return {chips: shape for chips, shape in shapes.items() if chips <= chip.max_chips}
 
 
 _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
@@ -135,9 +131,9 @@ class Topology:
             shape = tuple(int(side) for side in size.split("x") if side)
             chips = math.prod(shape)
             if len(shape) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(shape) < 1:
-                example = cls(chip=chip, shape=chip.shapes[64]).name
+                example = cls(chip=chip, shape=_shapes(chip)[64]).name
                 raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
-            if chip.dimensions == 2 and shape not in chip.shapes.values():
+            if chip.dimensions == 2 and shape not in _shapes(chip).values():
                 raise _nearest_error(chip, text, chips, "is not a shape of its slices")
             if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
                 if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
@@ -148,10 +144,10 @@ class Topology:
         else:  # the number of a product name counts chips or TensorCores
             unit = 2 if chip.counts_cores else 1
             number = int(size) if size.isdecimal() else 0
-            if number % unit or number // unit not in chip.shapes:
+            if number % unit or number // unit not in _shapes(chip):
                 what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
                 raise _nearest_error(chip, text, number // unit, what)
-            shape = chip.shapes[number // unit]
+            shape = _shapes(chip)[number // unit]
         return cls(chip=chip, shape=shape, num_slices=num_slices)
 
     @property
@@ -170,14 +166,9 @@ class Topology:
         return f"{self.chip.product}-{math.prod(self.shape) * (2 if self.chip.counts_cores else 1)}"
 
     @property
-    def num_chips(self) -> int:
-        """Chips of all slices."""
-        return math.prod(self.shape) * self.num_slices
-
-    @property
     def num_devices(self) -> int:
         """JAX devices of all slices."""
-        return self.num_chips * self.chip.devices
+        return math.prod(self.shape) * self.num_slices * self.chip.devices
 
     @property
     def wrap(self) -> tuple[bool, ...]:
@@ -208,7 +199,7 @@ class Topology:
             "name": self.name,
             "product_name": self.product_name,
             "num_slices": self.num_slices,
-            "num_chips": self.num_chips,
+            "num_chips": math.prod(self.shape) * self.num_slices,
             "num_devices": self.num_devices,
             "devices_per_chip": chip.devices,
             "wrap": list(self.wrap[: len(self.shape)]),
@@ -224,15 +215,15 @@ class Topology:
 def known_topologies() -> Iterator[Topology]:
     """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
     for chip in CHIPS.values():
-        for chips, shape in chip.shapes.items():
+        for chips, shape in _shapes(chip).items():
             if chips.bit_count() == 1 and (not chip.counts_cores if chips == 1 else chips <= 1024):
                 yield Topology(chip=chip, shape=shape)
 
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
     """Return the error about a size that does not exist, with the nearest ones that do."""
-    near = [chips] if chips in chip.shapes else nearest_in(chips, [*chip.shapes])
-    names = [Topology(chip=chip, shape=chip.shapes[n]).name for n in near]
+    near = [chips] if chips in _shapes(chip) else nearest_in(chips, [*_shapes(chip)])
+    names = [Topology(chip=chip, shape=_shapes(chip)[n]).name for n in near]
     return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
 
 
