@@ -13,17 +13,14 @@ from pathlib import Path
 
 import pytest
 from faults import random_configs, toy_run
-from helpers import oracle
 from helpers.tiny import TINY_MODEL, command_line
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from rampup import Config
 from rampup.config.yaml import parse_mapping
-from rampup.errors import ConfigError, RampupError, ResumeMismatchError
+from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.loop.checkpoint import write_checksums
-from rampup.plan import BatchRamp
-from rampup.plan.ramp import parse_schedule
 
 BASE = random_configs.BASE
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -80,31 +77,6 @@ def test_any_lines_are_parsed_or_refused(lines, ending):
         assert error.path == "test.yml"
         return
     json.dumps({name: located.value for name, located in found.items()})
-
-
-SCHEDULES = st.one_of(
-    random_configs.schedules(),
-    st.text(alphabet="0123456789:,. KMBTkmbt_-+eE/", max_size=30),
-    st.lists(st.tuples(st.integers(-5, 50), st.integers(-2, 20)), max_size=5).map(
-        lambda pairs: " ".join(f"{at}:{size}" for at, size in pairs)
-    ),
-)
-
-
-@given(SCHEDULES, st.one_of(st.none(), st.integers(1, 5000)))
-@settings(QUICK, max_examples=200)
-def test_any_schedule_is_read_or_refused(text, length):
-    """Any text is a ramp that agrees with the slow reference, or an error of the key."""
-    try:
-        ramp = BatchRamp.from_schedule(text, sequence_length=length)
-    except RampupError as error:
-        assert error.key == "batch_size_schedule"
-        return
-    pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
-    thresholds = [(random_configs.number(at) // (length or 1), random_configs.number(size)) for at, size in pairs]
-    assert thresholds == parse_schedule(text, sequence_length=length)
-    for step, size in zip(range(100), oracle.piecewise_steps(thresholds)):  # noqa: B905 - the second has no end
-        assert ramp.global_batch_size_at(step) == size
 
 
 @pytest.fixture(scope="module")

@@ -130,13 +130,6 @@ def test_record_gives_the_same_rates():
     assert segments_of(Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp)) == segments_of(seesaw)
 
 
-@pytest.mark.parametrize("factor", [1, 1.0, 0.5, 0, -2, float("nan"), float("inf")])
-def test_factor_must_be_above_one(factor):
-    """Other factors are refused with the rule."""
-    with pytest.raises(RampDefinitionError, match=r"seesaw_factor=.* must be above 1"):
-        discretize(quarter_cosine, factor=factor, total_samples=100)
-
-
 def test_bad_cuts_and_limits_are_refused():
     """Cuts out of order, that raise the rate, or a limit below the planned batch; a factor with too many cuts."""
     base = BatchRamp.constant(8)
@@ -147,5 +140,8 @@ def test_bad_cuts_and_limits_are_refused():
     with pytest.raises(RampDefinitionError, match="at least the largest planned batch, 8") as caught:
         Seesaw(base=base, cuts=(), max_batch_size=4)
     assert caught.value.nearest == (8,)
+    for factor in (1, 0.5, 0, -2, math.nan, math.inf):
+        with pytest.raises(RampDefinitionError, match=r"seesaw_factor=.* must be above 1"):
+            discretize(quarter_cosine, factor=factor, total_samples=100)
     with pytest.raises(RampDefinitionError, match="larger factor"):
         discretize(lambda t: 1 - t, factor=1.0001, total_samples=10**12)
