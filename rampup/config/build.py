@@ -356,21 +356,16 @@ def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, rese
 
 def _eval_size(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
     """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
-    key, size = "eval_per_device_batch_size", config.eval_per_device_batch_size
+    key, size, rule = "eval_per_device_batch_size", config.eval_per_device_batch_size, splitter.for_eval()
     try:
         if size == 0 and config.batch_size_schedule is not None and ramp is not None:
             # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
             whole = ramp.sizes[-1] // config.gradient_accumulation_steps
-            if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
+            if problem := rule.problem(whole, "evaluation, the last phase without accumulation", key=key):
                 raise problem
             return whole
-        return global_batch_size(
-            size or config.per_device_batch_size,
-            num_devices=num_devices,
-            gradient_accumulation_steps=1,
-            key=key,
-            splitter=splitter.for_eval(),
-        )
+        per_device = size or config.per_device_batch_size
+        return global_batch_size(per_device, num_devices=num_devices, gradient_accumulation_steps=1, key=key, splitter=rule)
     except BatchDivisibilityError:
         if size == 0 and config.eval_interval == AUTO:
             return None
@@ -429,13 +424,10 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
     names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
     changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
-    raise ResumeMismatchError(
-        f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
-        f"{plan.ramp.differences(before.to_rows())}\n"
-        "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
-        key="on_plan_change",
-        nearest=("continue_by_samples",),
-    )
+    rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
+    fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
+    text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
+    raise ResumeMismatchError(text, key="on_plan_change", nearest=("continue_by_samples",))
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:

@@ -114,12 +114,8 @@ def locate_values(
                 own[name] = replace(entry, value=value)
         unknown = [name for name in own if name not in keys]
         if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
-            raise ConfigError(
-                "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
-                "configs/base.yml",
-                key=unknown[0],
-                path=str(file),
-            )
+            text = "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+            raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
         problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
         located = _override({name: entry for name, entry in own.items() if name in keys}, located, keys)
 

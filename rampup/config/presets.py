@@ -45,11 +45,8 @@ def _schedule(preset: str, length: int, thresholds: list[tuple[int, int]]) -> di
 
 def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
     if tokens is None:
-        raise ConfigError(
-            "preset=nanochat computes the batch and the weight decay from the tokens of the run; set train_tokens or "
-            "train_samples",
-            key="train_tokens",
-        )
+        rule = "preset=nanochat computes the batch and the weight decay from the tokens of the run"
+        raise ConfigError(f"{rule}; set train_tokens or train_samples", key="train_tokens")
     wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
     return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
         "batch_scaling_reference": _samples("nanochat", NANOCHAT_REFERENCE_BATCH, length),

@@ -60,10 +60,8 @@ def ramp_from_config(
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
     if schedule is not None:
         if linear:
-            problem = RampDefinitionError(
-                "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
-                key="batch_size_schedule",
-            )
+            text = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
+            problem = RampDefinitionError(text, key="batch_size_schedule")
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
         unit = getattr(config, "batch_size_schedule_unit", "samples")

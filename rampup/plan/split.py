@@ -123,12 +123,11 @@ class BatchSplitter:
             fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
             yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
         elif p > 1 and (strict or late):
-            rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
-            rule += " and " if strict and late else ""
-            rule += f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)" if late else ""
+            rules = [f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}"] * strict
+            rules += [f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)"] * late
             nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
             hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
-            rule = f"{key}={m} must be {rule}; nearest: {', '.join(map(str, nearest))}{hint}"
+            rule = f"{key}={m} must be {' and '.join(rules)}; nearest: {', '.join(map(str, nearest))}{hint}"
             yield PipelineShapeError(rule, key=key, nearest=nearest)
 
     def for_eval(self) -> BatchSplitter:
