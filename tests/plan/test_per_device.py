@@ -75,17 +75,11 @@ def test_ramp_from_config_errors_have_legal_values(change, error, key, nearest):
 
 def test_batch_size_schedule_sets_the_global_batch():
     """A schedule may count in tokens, and needs no per-device sizes."""
-    ramp = ramp_from_config(
-        num_devices=4,
-        per_device_batch_size=1,
-        gradient_accumulation_steps=2,
-        batch_size_schedule="0:8 1K:16",
-        batch_size_schedule_unit="tokens",
-        max_target_length=10,
-    )
+    keys = {"num_devices": 4, "per_device_batch_size": 1, "gradient_accumulation_steps": 2, "batch_size_schedule": "0:8 1K:16"}
+    ramp = ramp_from_config(**keys, batch_size_schedule_unit="tokens", max_target_length=10)
     assert [(p.start_sample, p.global_batch_size) for p in ramp.phases] == [(0, 8), (104, 16)]
     with pytest.raises(ConfigError, match="must be one of samples, tokens"):
-        ramp_from_config(num_devices=4, per_device_batch_size=1, batch_size_schedule="0:8", batch_size_schedule_unit="bytes")
+        ramp_from_config(**keys, batch_size_schedule_unit="bytes")
 
 
 def test_global_batch_size_is_exact():
