@@ -65,8 +65,7 @@ def build_plan(
         (16, 32, 48, 64)
     """
     if not isinstance(config, Config):
-        text = f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
-        raise ConfigError(text)
+        raise ConfigError(f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"

@@ -130,8 +130,7 @@ def find_fix(
         without = start.with_edits(fewer)
         if without is not None and not without.problems(check):
             edits, draft = fewer, without
-    changes = tuple(draft.changes.values())
-    return Fix(file=file, before=text, text=draft.text, changes=changes, problems=tuple(map(str, found)))
+    return Fix(file=file, before=text, text=draft.text, changes=tuple(draft.changes.values()), problems=tuple(map(str, found)))
 
 
 def write_fix(fix: Fix) -> None:

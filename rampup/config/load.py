@@ -178,14 +178,12 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     """
     name = Path(path) if isinstance(path, str) else path  # one in a bucket stays what it is
     candidates = [name if folder is None else folder / name]
-    package = Path(__file__).resolve().parent.parent
-    own_folders = [own for own in (package / "configs", package.parent / "configs") if (own / "base.yml").is_file()]
     if not name.is_absolute():
-        candidates += [own / file for own in own_folders for file in (name, Path(f"{name}.yml"))]
+        candidates += [own / file for own in _own_folders() for file in (name, Path(f"{name}.yml"))]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    own_names = sorted(file.stem for own in own_folders for file in own.glob("*.yml"))
+    own_names = sorted(file.stem for own in _own_folders() for file in own.glob("*.yml"))
     close = difflib.get_close_matches(name.stem, own_names, n=1)
     hint = f"; did you mean {close[0]}.yml?" if close else ""
     kind = "is not a regular file" if candidates[0].exists() else "no such file"
@@ -193,6 +191,11 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
         run = candidates[0] / "config.yml"
         kind = "is a folder, not a file" + (f"; the configuration of this run is {run}" if run.is_file() else "")
     raise ConfigError(f"{kind}{hint}", path=str(candidates[0]), key=BASE if folder else None, nearest=close)
+
+
+def _own_folders() -> list[Path]:
+    package = Path(__file__).resolve().parent.parent
+    return [folder for folder in (package / "configs", package.parent / "configs") if (folder / "base.yml").is_file()]
 
 
 def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) -> Iterator[dict[str, Located]]:

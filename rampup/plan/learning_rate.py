@@ -130,17 +130,15 @@ def clock_segments(
     segments = []
     for step in sorted(starts):
         sample, size = ramp.samples_before(step), ramp.global_batch_size_at(step)
-        base, level, growth = size, None, 1.0
-        if seesaw is not None:
-            base, level = seesaw.base.phase_of_sample(sample).global_batch_size, seesaw.level_at(sample)
-            growth = float((size / base) ** seesaw.exponent)
+        base = size if seesaw is None else seesaw.base.phase_of_sample(sample).global_batch_size
+        growth = 1.0 if seesaw is None else float((size / base) ** seesaw.exponent)
         segment = ClockSegment(
             start_step=step,
             progress=(step if clock == "steps" else sample) / total,
             progress_per_step=(1 if clock == "steps" else size) / total,
             scale=learning_rate_scale(base, reference_size, scaling) * growth,
             global_batch_size=size,
-            level=level,
+            level=None if seesaw is None else seesaw.level_at(sample),
         )
         segments.append(segment)
     return tuple(segments)
