@@ -6,6 +6,7 @@ import pytest
 from helpers.runs import recorded
 
 from rampup import Config, build_plan
+from rampup.config import build
 from rampup.config.build import plan_to_resume, possible_devices
 from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
@@ -52,6 +53,20 @@ def test_possible_devices_are_those_that_resume(keys, devices):
             can.append(number)
     assert devices in can
     assert possible_devices(config, build_plan(config, devices)) == can
+
+
+def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
+    """A number that is refused does not start another search."""
+    config = Config(**SCHEDULE, microbatch_size=4)
+    plan, numbers = build_plan(config, 4), []
+
+    def count(config, number, **keys):
+        numbers.append(number)
+        return build_plan(config, number, **keys)
+
+    monkeypatch.setattr(build, "build_plan", count)
+    assert possible_devices(config, plan) == [1, 2, 4]
+    assert numbers == [1, 2, 4, 8, 16]
 
 
 def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
