@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import KEYS, RAMP_KEYS, Config, OptimizerKeys, PipelineKeys, RampKeys, RunKeys
+from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, RampKeys
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
@@ -64,17 +65,16 @@ def build_plan(
         (16, 32, 48, 64)
     """
     if not isinstance(config, Config):
-        text = f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
-        raise ConfigError(text)
+        raise ConfigError(f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
-    keys, is_auto = config.ramp, config.batch_size_schedule == AUTO_SCHEDULE
-    budget = budget_samples(config, config.max_target_length)
+    is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
+    num_layers = config.base_num_decoder_layers
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
     # that is refused has no known number of replicas: the ramp is then checked without its splitter.
@@ -87,7 +87,11 @@ def build_plan(
             overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
     known = axes or MeshAxes()
     with _collected(problems, config):
-        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, known.pipeline)
+        repeats, per_stage = config.num_pipeline_repeats, config.num_layers_per_pipeline_stage
+        if per_stage == AUTO:
+            per_stage = max(num_layers // (known.pipeline * max(repeats, 1)), 1)
+        shape = {"num_stages": known.pipeline, "num_layers_per_stage": per_stage, "num_repeats": repeats}
+        num_repeats = pipeline_repeats(num_layers=num_layers, **shape)
     with _collected(problems, config):
         minimizes = measured is not None or config.rampup_microbatch == "per_phase"
         splitter = BatchSplitter(
@@ -105,36 +109,47 @@ def build_plan(
         )
     with _collected(problems, config):
         if is_auto and reserved_sizes is None and splitter:
-            reserved_sizes = _auto_sizes(keys, num_devices, splitter)
+            shape = {"num_devices": num_devices, "gradient_accumulation_steps": config.gradient_accumulation_steps}
+            unfixed = replace(splitter, microbatch_size=AUTO)
+            bounds = ("per_device_batch_size_start", "per_device_batch_size")
+            start, largest = (global_batch_size(getattr(config, key), **shape, key=key, splitter=unfixed) for key in bounds)
+            reserved_sizes = auto_sizes(start, largest)
         if ramp is None and not (is_auto and reserved_sizes is None):
             ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
                 total = math.ceil(budget or ramp.samples_before(config.total_steps or 0))
-                seesaw = _seesaw(keys, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
+                seesaw = _seesaw(config.ramp, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
                 ramp = seesaw.ramp
-    needs_eval = config.eval_interval != AUTO
-    if eval_size is None and problems and axes and splitter and config.eval_per_device_batch_size > 0:
-        with _collected(problems, config):
-            _eval_size(keys, num_devices, None, splitter, needed=needs_eval)
+    eval_problems: list[RampupError] = []
+    if eval_size is None and axes and splitter and (config.eval_per_device_batch_size > 0 or not problems):
+        with _collected(eval_problems, config):
+            eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
     closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
-    if axes and splitter and ramp is None and any(isinstance(problem, BatchDivisibilityError) for problem in problems):
-        closing = _devices_of_schedule(config, num_devices)
-    raise_together(problems, closing)
+    fixed_sizes = not is_auto and config.batch_size_schedule is not None and config.seesaw_factor is None
+    refused = any(isinstance(problem, BatchDivisibilityError) for problem in [*problems, *eval_problems])
+    if axes and splitter and ramp is None and refused and fixed_sizes:
+        # The batches of a schedule do not follow the devices: other numbers of devices may run them.
+        with contextlib.suppress(RampupError):
+            wanted = ramp_from_config(config, num_devices, budget=budget)
+            numbers = _numbers_that_can(config, wanted, num_devices, functools.partial(build_plan, config, ramp=wanted))
+            closing = f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
+    if problems:
+        raise_together([*problems, *eval_problems], closing)
     assert axes is not None
     assert splitter is not None
     assert ramp is not None
 
     if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        splitter = _with_best_repeats(splitter, ramp, config.base_num_decoder_layers, overhead)
-    if eval_size is None:
-        with _collected(problems, config):
-            eval_size = _eval_size(keys, num_devices, seesaw.base if seesaw else ramp, splitter, needed=needs_eval)
+        most = pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages)
+        rules = (replace(splitter, num_repeats=number) for number in divisors(most))
+        splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
 
     def steps_of(steps: int) -> int:
         """Return the steps of the run for steps of the planned ramp: with Seesaw, those that consume the same samples."""
         return steps if seesaw is None else ramp.step_of_sample(seesaw.base.samples_before(steps) - 1) + 1
 
     steps, schedule = config.total_steps, config.learning_rate_schedule_steps
+    problems += eval_problems
     with _collected(problems, config):
         plan = RampPlan(
             ramp=ramp,
@@ -160,14 +175,9 @@ def build_plan(
         with _collected(problems, config):
             raise_together(noise_problems(plan, plan.axes.data))
         if plan.splitter.num_stages > 1 and config.logits_via_embedding:
-            problems.append(
-                ConfigError(
-                    "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false: the first and the last "
-                    "stage each have a part of the gradient of a tied embedding",
-                    key="logits_via_embedding",
-                    nearest=(False,),
-                )
-            )
+            rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
+            reason = "the first and the last stage each have a part of the gradient of a tied embedding"
+            problems.append(ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)))
         raise_together(problems)
     return plan
 
@@ -194,7 +204,7 @@ def adam_base(config: OptimizerKeys) -> AdamConstants:
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     """Return how AdamW's constants depend on the batch."""
     reference, scaling = config.adam_weight_decay_reference_tokens, config.batch_rule[1]
-    samples = budget_samples(config, config.max_target_length) or plan.consumed_samples
+    samples = budget_samples(config) or plan.consumed_samples
     return replace(
         scaling,
         b2_floor=config.adam_b2_floor,
@@ -204,10 +214,10 @@ def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     )
 
 
-def budget_samples(config: RunKeys, sequence_length: int) -> Fraction | None:
+def budget_samples(config: Config) -> Fraction | None:
     """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
     if config.train_tokens is not None:
-        return Fraction(config.train_tokens, sequence_length)
+        return Fraction(config.train_tokens, config.max_target_length)
     return None if config.train_samples is None else Fraction(config.train_samples)
 
 
@@ -283,167 +293,82 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
 
 
-def _num_repeats(keys: PipelineKeys, num_layers: int, num_stages: int) -> int:
-    repeats, per_stage = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
-    if per_stage == AUTO:
-        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
-    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
+    """Return the predicted time of a step in the last phase."""
+    *_, last = splitter.split(ramp.sizes)
+    shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
+    m, b = last.num_pipeline_microbatches, last.microbatch_size
+    return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
 
 
-def _with_best_repeats(splitter: BatchSplitter, ramp: BatchRamp, num_layers: int, overhead: Fraction) -> BatchSplitter:
-    """Return the splitter with the number of repeats whose predicted step time in the last phase is lowest."""
+def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None) -> BatchRamp:
+    """Return the ramp. With a splitter, each size can be split, also those that `batch_size_schedule: auto` reserves."""
+    schedule, length = config.batch_size_schedule, config.max_target_length
+    budget, unfixed = budget_samples(config), splitter and replace(splitter, microbatch_size=AUTO)
+    ramp, problems = None, list[RampupError]()
+    if schedule == AUTO_SCHEDULE:
+        assert reserved_sizes is not None
+        ramp = BatchRamp.constant(reserved_sizes[0])
+        sizes = [(size, "batch_size_schedule: auto") for size in reserved_sizes]
+    else:
+        try:
+            ramp = ramp_from_config(config, num_devices, budget=budget, splitter=unfixed)
+            sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
+        except RampDefinitionError as error:
+            if splitter is None or schedule is None or config.enable_rampup_batch_size:
+                raise
+            problems, sizes = [error], []
+    if splitter is None or unfixed is None:
+        assert ramp is not None
+        return ramp
 
-    def time(num_repeats: int) -> Fraction:
-        *_, last = replace(splitter, num_repeats=num_repeats).split(ramp.sizes)
-        return last.accumulation_steps * predicted_time(
-            last.num_pipeline_microbatches,
-            last.microbatch_size,
-            num_stages=splitter.num_stages,
-            num_repeats=num_repeats,
-            overhead=overhead,
-        )
-
-    repeats = divisors(pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages))
-    return replace(splitter, num_repeats=min(repeats, key=time))
-
-
-def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
-    """Return the ramp; `sizes` are those of `batch_size_schedule: auto`. With a splitter, each of its sizes can be split."""
-    if config.batch_size_schedule == AUTO_SCHEDULE:
-        assert sizes is not None
-        if splitter is not None:
-            _check_sizes(splitter, [(size, "batch_size_schedule: auto") for size in sizes])
-        return BatchRamp.constant(sizes[0])
-    unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    try:
-        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config, config.max_target_length), splitter=unfixed)
-    except RampDefinitionError as error:
-        # A schedule in the wrong order still has sizes to check.
-        if splitter is None or config.batch_size_schedule is None or config.enable_rampup_batch_size:
-            raise
-        raise_together([error, *_schedule_problems(config, splitter, None)])
-    if splitter is not None and config.batch_size_schedule is not None:
-        raise_together(_schedule_problems(config, splitter, ramp))
-    elif splitter is not None:
-        _check_sizes(splitter, [(phase.global_batch_size, str(phase)) for phase in ramp.phases])
+    scheduled = None if schedule == AUTO_SCHEDULE else schedule
+    if scheduled is not None and not (ramp and all(map(splitter.allows, ramp.sizes))):
+        # A schedule in the wrong order still has sizes to check. No step reaches a size that is jumped over; once the other
+        # sizes are fixed, a step may.
+        used, state = {size for size, _ in sizes}, ", jumped over" if ramp else ""
+        tokens = config.batch_size_schedule_unit == "tokens"
+        with contextlib.suppress(RampDefinitionError):
+            entries = parse_schedule(scheduled, sequence_length=length if tokens else None, budget=budget)
+            sizes += [(size, f"from sample {at:,}{state}") for at, size in entries if size > 0 and size not in used]
+    key = None if scheduled is None else "batch_size_schedule"
+    refused = [problem for size, where in sizes if (problem := splitter.problem(size, where, key=key))]
+    fixed, numbers = splitter.microbatch_size, [size for size, _ in sizes]
+    if refused and fixed != AUTO and scheduled is not None:
+        # A smaller microbatch changes the batches least.
+        near = [min((abs(legal - size), legal) for legal in unfixed.nearest(size))[1] for size in numbers]
+        smaller = [n for n in unfixed.legal_microbatches(near) if n < fixed][-1:]
+        if smaller and not all(map(splitter.allows, near)):
+            for problem in refused:
+                problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
+                problem.alternatives = {"microbatch_size": tuple(smaller)}
+    elif refused and fixed != AUTO and all(map(unfixed.allows, numbers)):
+        legal = unfixed.legal_microbatches(numbers)
+        nearest = nearest_in(fixed, legal)
+        rule = f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase"
+        text = f"{rule}; nearest: {', '.join(map(str, nearest))} ({refused[0]})"
+        raise BatchDivisibilityError(text, value=fixed, divisor=max(legal), key="microbatch_size", nearest=nearest)
+    raise_together([*problems, *refused])
+    assert ramp is not None
     return ramp
 
 
-def _auto_sizes(keys: RampKeys, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
-    """Return the sizes of `batch_size_schedule: auto`."""
-    start, largest = (
-        global_batch_size(
-            getattr(keys, key),
-            num_devices=num_devices,
-            gradient_accumulation_steps=keys.gradient_accumulation_steps,
-            key=key,
-            splitter=replace(splitter, microbatch_size=AUTO),
-        )
-        for key in ("per_device_batch_size_start", "per_device_batch_size")
-    )
-    return auto_sizes(start, largest)
-
-
-def _check_sizes(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]]) -> None:
-    """Check global batch sizes, each with its place. An error names the key that a user would change."""
-    problems = [p for size, where in sizes if (p := splitter.problem(size, where))]
-    if not problems:
-        return
-    numbers, fixed, unfixed = [size for size, _ in sizes], splitter.microbatch_size, replace(splitter, microbatch_size=AUTO)
-    if fixed != AUTO and all(map(unfixed.allows, numbers)):
-        legal = unfixed.legal_microbatches(numbers)
-        nearest = nearest_in(fixed, legal)
-        raise BatchDivisibilityError(
-            f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase; "
-            f"nearest: {', '.join(map(str, nearest))} ({problems[0]})",
-            value=fixed,
-            divisor=max(legal),
-            key="microbatch_size",
-            nearest=nearest,
-        )
-    raise_together(problems)
-
-
-def _devices_of_schedule(config: Config, num_devices: int) -> str:
-    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
-    if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
-        return ""
-    with contextlib.suppress(RampupError):
-        ramp = _ramp(config, num_devices, None, None)
-        numbers = _numbers_that_can(config, ramp, num_devices, lambda number: build_plan(config, number, ramp=ramp))
-        return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
-    return ""
-
-
-def _schedule_problems(config: Config, splitter: BatchSplitter, ramp: BatchRamp | None) -> list[RampupError]:
-    """Return an error for each size of the schedule that cannot be split; `ramp` is None if the schedule itself is refused."""
-    assert config.batch_size_schedule is not None
-    length, tokens = config.max_target_length, config.batch_size_schedule_unit == "tokens"
-    budget = budget_samples(config, length)
-    try:
-        entries = parse_schedule(config.batch_size_schedule, sequence_length=length if tokens else None, budget=budget)
-    except RampDefinitionError:
-        return []
-    if ramp is None:
-        sizes = [(size, f"from sample {threshold:,}") for threshold, size in entries if size > 0]
-    elif all(map(splitter.allows, ramp.sizes)):
-        return []
-    else:
-        # No step reaches a size that is jumped over. Once the other sizes are fixed, a step may.
-        used = set(ramp.sizes)
-        sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
-        sizes += [(size, f"from sample {threshold:,}, jumped over") for threshold, size in entries if size not in used]
-    problems = [p for size, where in sizes if (p := splitter.problem(size, where, key="batch_size_schedule"))]
-    if not problems or splitter.microbatch_size == AUTO:
-        return problems
-    # A smaller microbatch changes the batches least.
-    unfixed = replace(splitter, microbatch_size=AUTO)
-    near = [nearest[0] if 2 * size <= sum(nearest) else nearest[-1] for size, _ in sizes if (nearest := unfixed.nearest(size))]
-    smaller = [n for n in unfixed.legal_microbatches(near) if n < splitter.microbatch_size][-1:]
-    if smaller and not all(map(splitter.allows, near)):
-        for problem in problems:
-            problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
-            problem.alternatives = {"microbatch_size": tuple(smaller)}
-    return problems
-
-
-def _eval_size(
-    keys: RampKeys, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter, *, needed: bool
-) -> int | None:
+def _eval_size(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
     """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
-    key, size = "eval_per_device_batch_size", keys.eval_per_device_batch_size
+    key, size, rule = "eval_per_device_batch_size", config.eval_per_device_batch_size, splitter.for_eval()
     try:
-        if size == 0 and keys.batch_size_schedule is not None and ramp is not None:
+        if size == 0 and config.batch_size_schedule is not None and ramp is not None:
             # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
-            whole = ramp.sizes[-1] // keys.gradient_accumulation_steps
-            if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
+            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
+            if problem := rule.problem(whole, "evaluation, the last phase without accumulation", key=key):
                 raise problem
             return whole
-        return global_batch_size(
-            size or keys.per_device_batch_size,
-            num_devices=num_devices,
-            gradient_accumulation_steps=1,
-            key=key,
-            splitter=splitter.for_eval(),
-        )
+        per_device = size or config.per_device_batch_size
+        return global_batch_size(per_device, num_devices=num_devices, gradient_accumulation_steps=1, key=key, splitter=rule)
     except BatchDivisibilityError:
-        if size == 0 and not needed:
+        if size == 0 and config.eval_interval == AUTO:
             return None
         raise
-
-
-# Resuming: the keys that set the length of a run, and the shape of its learning rate.
-BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
-SCHEDULE_KEYS = (
-    "lr_schedule_type",
-    "learning_rate_schedule_steps",
-    "warmup_steps_fraction",
-    "learning_rate_final_fraction",
-    "wsd_decay_steps_fraction",
-    "wsd_decay_style",
-)
-# The keys that define the sizes of `batch_size_schedule: auto`.
-AUTO_KEYS = {"batch_size_schedule", "per_device_batch_size_start", "per_device_batch_size", "gradient_accumulation_steps"}
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
@@ -477,7 +402,15 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
     old: dict[str, str | None] = record["ramp_keys"]
     if now == old:
-        return _same_batches(config, num_devices, before, record)
+        plan_for = _same_batches(config, before, record)
+        try:
+            return plan_for(num_devices)
+        except (BatchDivisibilityError, PipelineShapeError) as error:
+            was = record["num_devices"]
+            numbers = _numbers_that_can(config, before, was, plan_for)
+            text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
+            text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
+            raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
@@ -490,13 +423,10 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
     names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
     changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
-    raise ResumeMismatchError(
-        f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
-        f"{plan.ramp.differences(before.to_rows())}\n"
-        "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
-        key="on_plan_change",
-        nearest=("continue_by_samples",),
-    )
+    rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
+    fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
+    text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
+    raise ResumeMismatchError(text, key="on_plan_change", nearest=("continue_by_samples",))
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:
@@ -506,30 +436,22 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
     """
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
     if config.batch_size_schedule == AUTO_SCHEDULE:
-        names &= AUTO_KEYS
+        names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
     if config.seesaw_factor is not None:
-        names |= {*BUDGET_KEYS, *SCHEDULE_KEYS, "max_target_length", "opt_type"}
+        names |= {*BUDGET_KEYS, "max_target_length", "opt_type", "lr_schedule_type", "learning_rate_schedule_steps"}
+        names |= {"warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction", "wsd_decay_style"}
     elif "%" in (config.batch_size_schedule or ""):
         names |= {*BUDGET_KEYS} - {"steps"}
     return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
 
 
-def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Mapping[str, Any]) -> RampPlan:
+def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) -> Callable[[int], RampPlan]:
+    """Return the function from a number of devices to the plan with the batches of a record."""
     same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
     eval_size = record["eval_global_batch_size"] if same_eval else None
     seesaw = Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
-
-    def plan_for(number: int) -> RampPlan:
-        reserved = record.get("reserved_sizes")
-        return build_plan(config, number, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
-
-    try:
-        return plan_for(num_devices)
-    except (BatchDivisibilityError, PipelineShapeError) as error:
-        numbers = _numbers_that_can(config, ramp, record["num_devices"], plan_for)
-        text = f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
-        text += f"; numbers of devices that can run all of them: {list_devices(numbers)}. {error}"
-        raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
+    reserved = record.get("reserved_sizes")
+    return functools.partial(build_plan, config, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
 
 
 def possible_devices(config: Config, plan: RampPlan) -> list[int]:
@@ -542,8 +464,8 @@ def possible_devices(config: Config, plan: RampPlan) -> list[int]:
         >>> possible_devices(config, build_plan(config, 4))
         [1, 2, 4, 8]
     """
-    record = ramp_record(config, plan)
-    return _numbers_that_can(config, plan.ramp, plan.num_devices, lambda n: _same_batches(config, n, plan.ramp, record))
+    plan_for = _same_batches(config, plan.ramp, ramp_record(config, plan))
+    return _numbers_that_can(config, plan.ramp, plan.num_devices, plan_for)
 
 
 def list_devices(numbers: Sequence[int]) -> str:

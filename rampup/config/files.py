@@ -23,6 +23,8 @@ from rampup.errors import ConfigError
 
 MODELINE = "# yaml-language-server: $schema={}"
 LINE_LENGTH = 118
+# Keys that `explain` suggests for an unknown one.
+MAX_CLOSE = 6
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 # A number as text, which YAML 1.2 does not take for one: 1_000, 2K or, of a size, 1/3. In Python, `$` alone also matches before
 # a line's end.
@@ -63,8 +65,42 @@ class ConfigFile:
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """The JSON schema of every file with these keys."""
-        return schema_of(self.keys, self.defaults, title=self.title)
+        """The JSON schema (draft 2020-12) of every file with these keys, with which an editor checks and completes it.
+
+        The schema accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest
+        is left to `rampup plan`. Dotted keys may also be nested.
+        """
+        base = {
+            "description": "The configuration that provides all values not set here: a file in the same folder, or one that "
+            "comes with rampup.",
+            "type": ["string", "null"],
+            "examples": ["base.yml"],
+        }
+        properties: dict[str, Any] = {BASE: base}
+        types = {"bool": "boolean", "int": "integer", "float": "number", "size": "number", "text": "string", "name": "string"}
+        defaults = self.defaults
+        for name, key in self.keys.items():
+            limits = {"minimum": key.minimum, "maximum": key.maximum}
+            limits |= {"exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
+            shape: dict[str, Any] = {"type": types[key.kind]}
+            shape |= {limit: value for limit, value in limits.items() if value is not None}
+            shape |= {"text": {"pattern": r"\S"}, "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"}}.get(key.kind, {})
+            if key.choices:
+                shape = {"enum": [*key.choices, *([True, False] if "off" in key.choices else [])]}  # YAML's on and off
+            shapes = [shape]
+            if key.kind in _ENDS:
+                shapes.append({"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])})
+            shapes += [{"const": value} for value in key.also]
+            if key.nullable or "none" in key.choices:
+                shapes.append({"type": "null"})
+            properties[name] = {"description": describe(key), "default": defaults[name]}
+            properties[name] |= shape if len(shapes) == 1 else {"anyOf": shapes}
+            group, dot, own = name.partition(".")
+            if dot:
+                nested = properties.setdefault(group, {"type": "object", "properties": {}, "additionalProperties": False})
+                nested["properties"][own] = properties[name]
+        others = {"type": "object", "properties": properties, "additionalProperties": False}
+        return {"$schema": DRAFT, "title": self.title, **others}
 
     def write(self, folder: str | Path) -> None:
         """Write the file and its schema into a folder."""
@@ -159,57 +195,6 @@ def yaml_value(value: Any) -> str:
     return str(value)
 
 
-def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: str) -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a configuration, with which an editor checks and completes it.
-
-    The schema accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest is
-    left to `rampup plan`. Dotted keys may also be nested.
-
-    Args:
-        keys: the keys by name.
-        defaults: the default of each key.
-        title: the title of the schema.
-
-    Example:
-        >>> schema = schema_of({"a.b": Key(kind="bool", doc="b of a.", section="")}, {"a.b": True}, title="An example")
-        >>> sorted(schema["properties"]), schema["properties"]["a.b"]["default"]
-        (['a', 'a.b', 'base_config'], True)
-    """
-    base = {
-        "description": "The configuration that provides all values not set here: a file in the same folder, or one that comes "
-        "with rampup.",
-        "type": ["string", "null"],
-        "examples": ["base.yml"],
-    }
-    properties: dict[str, Any] = {BASE: base}
-    for name, key in keys.items():
-        properties[name] = _property(key, defaults[name])
-        group, dot, own = name.partition(".")
-        if dot:
-            nested = properties.setdefault(group, {"type": "object", "properties": {}, "additionalProperties": False})
-            nested["properties"][own] = properties[name]
-    return {"$schema": DRAFT, "title": title, "type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _property(key: Key, default: Any) -> dict[str, Any]:
-    types = {"bool": "boolean", "int": "integer", "float": "number", "size": "number", "text": "string", "name": "string"}
-    limits = {"minimum": key.minimum, "maximum": key.maximum, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
-    words = [True, False] if "off" in key.choices else []  # YAML's on and off
-    shape = {"type": types[key.kind], **{name: limit for name, limit in limits.items() if limit is not None}}
-    shape |= {"text": {"pattern": r"\S"}, "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"}}.get(key.kind, {})
-    shapes: list[dict[str, Any]] = [{"enum": [*key.choices, *words]} if key.choices else shape]
-    if key.kind in _ENDS:
-        shapes.append({"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])})
-    shapes += [{"const": value} for value in key.also]
-    if key.nullable or "none" in key.choices:
-        shapes.append({"type": "null"})
-    shape = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
-    return {"description": describe(key), "default": default, **shape}
-
-
-MAX_CLOSE = 6
-
-
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
     """Return the explanation of a key of the first file that has it, as `rampup explain --json` prints it.
 
@@ -227,8 +212,13 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
     """
     file = next((file for file in files if name in file.keys), None)
     if file is None:
-        known = dict.fromkeys(key for each in files for key in each.keys)
-        nearest = _close_keys(name.lower(), list(known))
+        # Keys that are spelled like the name, or that have a part which is.
+        known, word = list(dict.fromkeys(key for each in files for key in each.keys)), name.lower()
+        parts = {part for key in known for part in re.split(r"[_.]", key)}
+        alike = difflib.get_close_matches(word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75)
+        near = [key for key in keys_for_alias(word) if key in known] + difflib.get_close_matches(word, known, n=3)
+        near += [key for key in known if (len(word) > 2 and word in key) or {*re.split(r"[_.]", key)} & {*alike}]
+        nearest = list(dict.fromkeys(near))[:MAX_CLOSE]
         hint = f"; close: {', '.join(nearest)}" if nearest else "; configs/base.yml lists all keys"
         raise ConfigError(f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest)
     key, default = file.keys[name], file.defaults[name]
@@ -246,16 +236,6 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
         # The other keys that the documentation names, and those whose documentation names it.
         "interacts": [o for o in file.keys if o != name and (_names(key, o) or _names(file.keys[o], name))],
     }
-
-
-def _close_keys(name: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys that are spelled like a name, or that have a part which is."""
-    parts = {part for key in known for part in re.split(r"[_.]", key) if len(part) > 2}
-    alike = difflib.get_close_matches(name, parts, n=2, cutoff=0.75)
-    close = difflib.get_close_matches(name, known, n=3)
-    within = [key for key in known if (len(name) > 2 and name in key) or any(part in re.split(r"[_.]", key) for part in alike)]
-    aliases = [key for key in keys_for_alias(name) if key in known]
-    return tuple(dict.fromkeys([*aliases, *close, *within]))[:MAX_CLOSE]
 
 
 def _names(key: Key, name: str) -> bool:

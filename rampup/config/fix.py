@@ -122,19 +122,15 @@ def find_fix(
         sizes = any(problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError) for problem in problems)
         rule = f" that keeps the ramp (it grows where it grew, and a size moves by at most {MAX_SIZE_CHANGE:.0%})" * sizes
         left = f"{problems[0]}, and {len(problems) - 1:,} more" if len(problems) > 1 else problems[0]
-        raise ConfigError(
-            f"no legal configuration was found near this one{rule}; what is left{with_changes}: {left}",
-            key=problems[0].key,
-            nearest=problems[0].nearest,
-        )
+        message = f"no legal configuration was found near this one{rule}; what is left{with_changes}: {left}"
+        raise ConfigError(message, key=problems[0].key, nearest=problems[0].nearest)
     # A change may have been made for a problem that another change solves too.
     for key in list(edits)[::-1] if len(edits) > 1 else ():
         fewer = {name: value for name, value in edits.items() if name != key}
         without = start.with_edits(fewer)
         if without is not None and not without.problems(check):
             edits, draft = fewer, without
-    changes = tuple(draft.changes.values())
-    return Fix(file=file, before=text, text=draft.text, changes=changes, problems=tuple(map(str, found)))
+    return Fix(file=file, before=text, text=draft.text, changes=tuple(draft.changes.values()), problems=tuple(map(str, found)))
 
 
 def write_fix(fix: Fix) -> None:

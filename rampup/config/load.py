@@ -11,7 +11,7 @@ from typing import TypeVar
 from rampup.config.key import Key, Settings
 from rampup.config.presets import PRESETS
 from rampup.config.schema import Config, closest_keys
-from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE
 
@@ -71,8 +71,6 @@ def load_settings(
     refused: RampupError | None = None
     try:
         config = schema.from_values(values, {name: str(entry) for name, entry in located.items()})
-        if not problems:
-            return config
     except ConfigError as error:
         refused = error
         problems += [
@@ -81,7 +79,8 @@ def load_settings(
             if (name := problem.key) in located and not schema.keys()[name].allows(located[name].value)
         ]
     raise_together(problems, f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'} solved")
-    assert refused is not None
+    if refused is None:
+        return config
     # Keys that contradict each other may come from different lines: the error names the file.
     contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=str(file))
     contradiction.problems = refused.problems
@@ -95,21 +94,56 @@ def locate_values(
 
     See `load_config` for arguments and errors.
     """
-    located: dict[str, Located] = {}
     problems: list[RampupError] = []
+
+    def unknown_key(name: str, entry: Located) -> ConfigError:
+        nearest, hint = closest_keys(name, keys)
+        return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)
+
+    groups = {name.partition(".")[0] for name in keys if "." in name}
+    located: dict[str, Located] = {}
     for entries in _files(file, text=text):
-        own = _unnested(entries, keys)
-        unknown = {name: entry for name, entry in own.items() if name not in keys}
+        # A nested group of keys becomes dotted keys.
+        own: dict[str, Located] = {}
+        for top, entry in entries.items():
+            nested = top in groups and isinstance(entry.value, Mapping)
+            values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
+            for name, value in values.items():
+                if nested and name in entries:
+                    raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
+                own[name] = replace(entry, value=value)
+        unknown = [name for name in own if name not in keys]
         if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
-            raise ConfigError(
-                "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
-                "configs/base.yml",
-                key=next(iter(unknown)),
-                path=str(file),
-            )
-        problems += [_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]]
+            text = "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+            raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
+        problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
         located = _override({name: entry for name, entry in own.items() if name in keys}, located, keys)
-    return _override(located, _settings(overrides, environ, keys, problems), keys), problems
+
+    texts: list[tuple[str, Located]] = []
+    for setting in overrides:
+        name, equals, written = setting.partition("=")
+        if not equals or name != name.strip() or name.startswith("-"):
+            raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
+        texts.append((name, Located(value=written, path=COMMAND_LINE)))
+    names = {name.replace(".", "_"): name for name in keys}
+    for variable, written in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+            texts.append((names.get(name, name), Located(value=written, path=variable)))
+    settings: dict[str, Located] = {}
+    for name, entry in texts:
+        if name not in keys:
+            problems.append(unknown_key(name, entry))
+            continue
+        # A key of text takes the text as it is; otherwise YAML gives it a type.
+        value = parse_scalar(entry.value, entry.path)
+        is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
+        entry = entry if is_text else replace(entry, value=value)
+        before = settings.setdefault(name, entry)
+        if before is not entry and before.value != entry.value:
+            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
+            problems.append(ConfigError(twice, key=name))
+    return _override(located, settings, keys), problems
 
 
 def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
@@ -170,7 +204,7 @@ def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) 
     if resolved in seen:
         cycle = " -> ".join(path.name for path in (*seen[seen.index(resolved) :], resolved))
         raise ConfigError(f"{BASE} is circular: {cycle}", key=BASE, path=str(file))
-    own = read_mapping(file) if text is None else parse_mapping(text, str(file))
+    own = parse_mapping(read_text(file) if text is None else text, str(file))
     base = own.pop(BASE, None)
     yield own
     if base is None or base.value in (None, ""):
@@ -182,55 +216,3 @@ def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) 
     except ConfigError as error:
         raise ConfigError(f"{BASE}: {error}", key=BASE, nearest=error.nearest, path=base.path, line=base.line) from None
     yield from _files(parent, (*seen, resolved))
-
-
-def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
-    """Return the entries with nested groups as dotted keys, for the groups that the keys have."""
-    groups = {name.partition(".")[0] for name in keys if "." in name}
-    result: dict[str, Located] = {}
-    for top, entry in entries.items():
-        nested = top in groups and isinstance(entry.value, Mapping)
-        values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
-        for name, value in values.items():
-            if nested and name in entries:
-                raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
-            result[name] = Located(value=value, path=entry.path, line=entry.line)
-    return result
-
-
-def _settings(
-    overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], problems: list[RampupError]
-) -> dict[str, Located]:
-    """Return the values from `key=value` settings and from environment variables; append an error for each unknown name."""
-    texts: list[tuple[str, Located]] = []
-    for setting in overrides:
-        name, equals, text = setting.partition("=")
-        if not equals or name != name.strip() or name.startswith("-"):
-            raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
-        texts.append((name, Located(value=text, path=COMMAND_LINE)))
-    names = {name.replace(".", "_"): name for name in keys}
-    for variable, text in environ.items():
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            texts.append((names.get(name, name), Located(value=text, path=variable)))
-
-    result: dict[str, Located] = {}
-    for name, entry in texts:
-        if name not in keys:
-            problems.append(_unknown(name, entry, keys))
-            continue
-        # A key of text takes the text as it is; otherwise YAML gives it a type.
-        value = parse_scalar(entry.value, entry.path)
-        is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
-        entry = Located(value=entry.value if is_text else value, path=entry.path)
-        before = result.setdefault(name, entry)
-        if before is not entry and before.value != entry.value:
-            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
-            problems.append(ConfigError(twice, key=name))
-    return result
-
-
-def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
-    """Return the error about an unknown key."""
-    nearest, hint = closest_keys(name, keys)
-    return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)

@@ -11,30 +11,8 @@ from rampup.errors import ConfigError
 
 NANOCHAT_REFERENCE_TOKENS = 1_321_210_944
 NANOCHAT_REFERENCE_BATCH = 2**19
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a preset knows about a run."""
-
-    sequence_length: int  # tokens per sample
-    tokens: int | None  # tokens of the whole run; None = no budget is set
-
-    def samples(self, preset: str, tokens: int) -> int:
-        """Return a batch of tokens in samples.
-
-        Raises:
-            ConfigError: it is not a whole number of samples.
-        """
-        if tokens % self.sequence_length:
-            legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < self.sequence_length][-1:]
-            raise ConfigError(
-                f"preset={preset} has batches of {tokens:,} tokens, which max_target_length={self.sequence_length} does not "
-                f"divide{f'; nearest: {legal[0]}' if legal else ''}",
-                key="max_target_length",
-                nearest=legal,
-            )
-        return tokens // self.sequence_length
+# The keys with which a preset sets the batch.
+RAMP_KEYS = ("enable_rampup_batch_size", "batch_size_schedule", "batch_size_schedule_unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +22,38 @@ class Preset:
     summary: str  # what it sets, in one or two sentences
     source: str  # where it is published
     keys: tuple[str, ...]  # the keys that it gives defaults to
-    # Their values for a run. A key that is set in the same file as `preset`, or nearer to the command line, wins.
-    values: Callable[[Run], Mapping[str, Any]]
+    # Their values for a run, from its tokens per sample and its tokens, None without a budget. A key that is set in the same
+    # file as `preset`, or nearer to the command line, wins.
+    values: Callable[[int, int | None], Mapping[str, Any]]
 
 
-def _schedule(preset: str, run: Run, thresholds: list[tuple[int, int]]) -> dict[str, Any]:
+def _samples(preset: str, tokens: int, length: int) -> int:
+    """Return a batch of tokens in samples, of which it must be a whole number."""
+    if tokens % length:
+        legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < length][-1:]
+        rule = f"preset={preset} has batches of {tokens:,} tokens, which max_target_length={length} does not divide"
+        nearest = f"; nearest: {legal[0]}" if legal else ""
+        raise ConfigError(f"{rule}{nearest}", key="max_target_length", nearest=legal)
+    return tokens // length
+
+
+def _schedule(preset: str, length: int, thresholds: list[tuple[int, int]]) -> dict[str, Any]:
     """Return a schedule from pairs of tokens consumed and tokens per batch."""
-    pairs = [f"{start}:{run.samples(preset, batch)}" for start, batch in thresholds]
-    return {"enable_rampup_batch_size": False, "batch_size_schedule": " ".join(pairs), "batch_size_schedule_unit": "tokens"}
+    pairs = " ".join(f"{start}:{_samples(preset, batch, length)}" for start, batch in thresholds)
+    return dict(zip(RAMP_KEYS, (False, pairs, "tokens"), strict=True))
 
 
-def _nanochat(run: Run) -> dict[str, Any]:
-    if run.tokens is None:
-        raise ConfigError(
-            "preset=nanochat computes the batch and the weight decay from the tokens of the run; set train_tokens or "
-            "train_samples",
-            key="train_tokens",
-        )
-    wanted = NANOCHAT_REFERENCE_BATCH * (run.tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
-    return _schedule("nanochat", run, [(0, 2 ** round(math.log2(wanted)))]) | {
-        "batch_scaling_reference": run.samples("nanochat", NANOCHAT_REFERENCE_BATCH),
+def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
+    if tokens is None:
+        rule = "preset=nanochat computes the batch and the weight decay from the tokens of the run"
+        raise ConfigError(f"{rule}; set train_tokens or train_samples", key="train_tokens")
+    wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
+    return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
+        "batch_scaling_reference": _samples("nanochat", NANOCHAT_REFERENCE_BATCH, length),
         "batch_scaling": "timescale",
         "adam_weight_decay_reference_tokens": NANOCHAT_REFERENCE_TOKENS,
     }
 
-
-_RAMP = ("enable_rampup_batch_size", "batch_size_schedule", "batch_size_schedule_unit")
 
 PRESETS: dict[str, Preset] = {
     "nanochat": Preset(
@@ -77,7 +61,7 @@ PRESETS: dict[str, Preset] = {
         "the learning rate times sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) * 1.32B / D, which keeps "
         "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19.",
         source="karpathy/nanochat, scripts/base_train.py; Bergsma et al. 2025, arXiv 2505.13738",
-        keys=(*_RAMP, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
+        keys=(*RAMP_KEYS, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
         values=_nanochat,
     ),
     "marin": Preset(
@@ -85,11 +69,11 @@ PRESETS: dict[str, Preset] = {
         "half-life in tokens for every batch, and no lower than is stable.",
         source="marin-community/marin, issue 4567 and pull request 2447; Marek et al. 2025, arXiv 2507.07101",
         keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
-        values=lambda run: {
+        values=lambda length, tokens: {
             "adam_b2": 0.999,
             "batch_scaling": "half_life",
             "adam_b2_floor": 0.95,
-            "batch_scaling_reference": run.samples("marin", 32 * 4096),
+            "batch_scaling_reference": _samples("marin", 32 * 4096, length),
         },
     ),
     "olmo": Preset(
@@ -97,10 +81,10 @@ PRESETS: dict[str, Preset] = {
         "503B, where measured critical batch sizes allow them. learning_rate is that of the first batch and grows by sqrt(2) "
         "with each doubling.",
         source="Merrill et al. 2025, arXiv 2505.23971",
-        keys=(*_RAMP, "batch_scaling", "batch_scaling_reference"),
-        values=lambda run: (
-            _schedule("olmo", run, [(0, 1024 * 4096), (168 * 10**9, 2048 * 4096), (503 * 10**9, 4096 * 4096)])
-            | {"batch_scaling": "sqrt", "batch_scaling_reference": run.samples("olmo", 1024 * 4096)}
+        keys=(*RAMP_KEYS, "batch_scaling", "batch_scaling_reference"),
+        values=lambda length, tokens: (
+            _schedule("olmo", length, [(0, 1024 * 4096), (168 * 10**9, 2048 * 4096), (503 * 10**9, 4096 * 4096)])
+            | {"batch_scaling": "sqrt", "batch_scaling_reference": _samples("olmo", 1024 * 4096, length)}
         ),
     ),
 }

@@ -6,7 +6,7 @@ Names and meanings are MaxText's if MaxText has the key. The defaults are the va
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, cast
 
 from rampup.batch_size.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.config.key import Key, Settings, key
-from rampup.config.presets import PRESETS, Run
+from rampup.config.presets import PRESETS
+from rampup.config.presets import RAMP_KEYS as PRESET_RAMP_KEYS
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
@@ -30,9 +31,8 @@ _LINEAR_KEYS = (
     "rampup_carry_overshoot",
 )
 
-# The keys of which one sets the length of a run, and those with which a preset sets the batch.
-_BUDGET = ("steps", "train_samples", "train_tokens")
-_PRESET_RAMP = (_LINEAR, "batch_size_schedule", "batch_size_schedule_unit")
+# The keys of which one sets the length of a run.
+BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
 
 G = TypeVar("G")
 
@@ -473,74 +473,50 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
             found |= {name: value for name, value in AUTO_IMPLIES.items() if name not in self._given}
         if "steps" not in self._given and (self.train_samples, self.train_tokens) != (None, None):
             found["steps"] = -1
-        return found | self._preset_values()
-
-    def _preset_values(self) -> dict[str, Any]:
-        """Return the values that the preset gives to keys that are not set. Bad values are left to the check of every key."""
-        preset = PRESETS.get(str(self.preset))
-        if preset is None:
-            return {}
-        try:
-            length, samples, tokens = (
-                KEYS[name].read(name, getattr(self, name)) for name in ("max_target_length", "train_samples", "train_tokens")
-            )
-        except ConfigError:
-            return {}
-        if tokens is None and samples is not None:
-            tokens = samples * length
-        # A ramp of the user's own wins over that of the preset as a whole.
-        own_ramp = "batch_size_schedule" in self._given or (_LINEAR in self._given and self.enable_rampup_batch_size is True)
-        left_out = self._given | set(_PRESET_RAMP if own_ramp else ())
-        wanted = [name for name in preset.keys if name not in left_out]
-        values = preset.values(Run(sequence_length=length, tokens=tokens)) if wanted else {}
-        return {name: values[name] for name in wanted}
-
-    def _ramp_without_switch(self) -> list[RampupError]:
-        """Return an error if keys of the linear ramp are set, and nothing says whether there is one."""
-        is_auto = self.batch_size_schedule == AUTO_SCHEDULE
-        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == _LINEAR_KEYS[0])]
-        from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
-        if not ignored or _LINEAR in self._given or from_preset:
-            return []
-        values = self.to_dict()
-        found = ", ".join(f"{name}={values[name]}" for name in ignored)
-        if self.batch_size_schedule is not None:
-            message = f"{found} and batch_size_schedule are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
-            return [ConfigError(message, key=ignored[0])]
-        rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
-        return [ConfigError(f"{found} describes a linear ramp, but {rule}", key=_LINEAR, nearest=(True,))]
+        if (preset := PRESETS.get(self.preset)) is not None:
+            # A ramp of the user's own wins over that of the preset as a whole.
+            own_ramp = "batch_size_schedule" in self._given or (_LINEAR in self._given and self.enable_rampup_batch_size)
+            left_out = self._given | set(PRESET_RAMP_KEYS if own_ramp else ())
+            tokens = self.train_tokens
+            if tokens is None and self.train_samples is not None:
+                tokens = self.train_samples * self.max_target_length
+            if wanted := [name for name in preset.keys if name not in left_out]:
+                values = preset.values(self.max_target_length, tokens)
+                found |= {name: values[name] for name in wanted}
+        return found
 
     def _contradictions(self) -> list[RampupError]:
-        rules = [ConfigError(rule, key=key, nearest=nearest) for key, nearest, rule in self._broken_rules()]
-        return [*rules, *head_problems(self), *self._ramp_without_switch()]
+        problems: list[RampupError] = []
 
-    def _broken_rules(self) -> Iterator[tuple[str, Sequence[object], str]]:
-        """Yield the rules between keys that the values break, each with the key to change and the nearest legal values."""
+        def refuse(key: str, rule: str, *nearest: object) -> None:
+            """Append the error about a rule between keys: the key to change, the message, and the nearest legal values."""
+            problems.append(ConfigError(rule, key=key, nearest=nearest))
+
         if self.total_steps == -1:
             rule = "takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
-            yield "steps", (), f"steps=-1 {rule}"
+            refuse("steps", f"steps=-1 {rule}")
         warmup, decay = self.warmup_steps_fraction, self.wsd_decay_steps_fraction
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
             rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
-            yield "wsd_decay_steps_fraction", (float(1 - Fraction(repr(warmup))),), rule
-        needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
-        if self.measure_gradient_noise and self.gradient_accumulation != "fused":
-            yield "measure_gradient_noise", (False,), f"measure_gradient_noise=true {needs}"
-        if self.gradient_accumulator_dtype != "float32" and self.gradient_accumulation != "fused":
-            rule = f"gradient_accumulator_dtype={self.gradient_accumulator_dtype} {needs}"
-            yield "gradient_accumulator_dtype", ("float32",), rule
-        if self.dataset_type == "text" and self.vocab_size < 256:
-            rule = f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes"
-            yield "vocab_size", (256,), rule
-        if self.vocab_size % self.num_vocab_tiling:
-            rule = f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling}"
-            yield "num_vocab_tiling", _nearest_divisors(self.num_vocab_tiling, self.vocab_size), rule
+            refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
+        if self.gradient_accumulation != "fused":
+            needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
+            if self.measure_gradient_noise:
+                refuse("measure_gradient_noise", f"measure_gradient_noise=true {needs}", False)
+            if (dtype := self.gradient_accumulator_dtype) != "float32":
+                refuse("gradient_accumulator_dtype", f"gradient_accumulator_dtype={dtype} {needs}", "float32")
+        size, tiles = self.vocab_size, self.num_vocab_tiling
+        if self.dataset_type == "text" and size < 256:
+            refuse("vocab_size", f"vocab_size={size} must be at least 256 for dataset_type=text, whose tokens are bytes", 256)
+        if size % tiles:
+            rule = f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}"
+            refuse("num_vocab_tiling", rule, *nearest_in(tiles, divisors(size)))
         if self.attention == "flash" and self.max_target_length % 128:
             rule = f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}"
-            yield "attention", ("autoselected", "dot_product"), rule
+            refuse("attention", rule, "autoselected", "dot_product")
         if self.dataset_type in ("tokens", "arrayrecord") and self.grain_train_files is None:
             rule = f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read"
-            yield "grain_train_files", (), rule
+            refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided later.
             own_rate = "none" if self.learning_rate_batch_scaling == "none" else "auto"
@@ -550,29 +526,45 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()
                     rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
-                    yield name, (legal,), rule
-        budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
+                    refuse(name, rule, legal)
+        budgets = [f"{name}={value}" for name in BUDGET_KEYS if (value := getattr(self, name)) not in (None, -1)]
         if len(budgets) > 1:
             rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
-            yield ("steps", (-1,), rule) if self.steps != -1 else ("train_samples", (), rule)
+            refuse("train_samples", rule) if self.steps == -1 else refuse("steps", rule, -1)
         factor, largest = self.seesaw_factor, self.seesaw_max_batch_size
         if factor is None and largest is not None:
             rule = f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null; set both or none"
-            yield "seesaw_max_batch_size", (), rule
+            refuse("seesaw_max_batch_size", rule)
         kind, last = self.lr_schedule_type, self.learning_rate_final_fraction
         if factor is not None and (kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)):
             rule = f"seesaw_factor={factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
-            yield "seesaw_factor", (), f"{rule}learning_rate_final_fraction={last} has none"
+            refuse("seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none")
         if factor is not None and self.learning_rate_clock != "samples":
             reason = "the batch, and so the number of steps, depends on the schedule"
-            yield "learning_rate_clock", ("samples",), f"seesaw_factor needs learning_rate_clock=samples: {reason}"
-        rule, adam = self.batch_scaling, self.batch_rule[1]
+            refuse("learning_rate_clock", f"seesaw_factor needs learning_rate_clock=samples: {reason}", "samples")
+        scaling, adam = self.batch_scaling, self.batch_rule[1]
         if adam.is_active and self.opt_type != "adamw":
-            text = f"batch_scaling={rule} scales constants of AdamW, but opt_type={self.opt_type}"
-            yield "batch_scaling", ("none", "linear"), text
+            rule = f"batch_scaling={scaling} scales constants of AdamW, but opt_type={self.opt_type}"
+            refuse("batch_scaling", rule, "none", "linear")
         for name, scaled in (("adam_b2_floor", adam.b2), ("adam_weight_decay_reference_tokens", adam.weight_decay)):
             if getattr(self, name) is not None and scaled == "none":
-                yield name, (), f"{name}={getattr(self, name)} has no effect with batch_scaling={rule}"
+                refuse(name, f"{name}={getattr(self, name)} has no effect with batch_scaling={scaling}")
+        problems += head_problems(self)
+
+        # A key of the linear ramp is set, and nothing says whether there is one.
+        is_auto = self.batch_size_schedule == AUTO_SCHEDULE
+        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == _LINEAR_KEYS[0])]
+        from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
+        if ignored and _LINEAR not in self._given and not from_preset:
+            values = self.to_dict()
+            found = ", ".join(f"{name}={values[name]}" for name in ignored)
+            if self.batch_size_schedule is not None:
+                rule = f"are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
+                refuse(ignored[0], f"{found} and batch_size_schedule {rule}")
+            else:
+                rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
+                refuse(_LINEAR, f"{found} describes a linear ramp, but {rule}", True)
+        return problems
 
 
 def head_problems(config: Any) -> list[RampupError]:
@@ -581,16 +573,13 @@ def head_problems(config: Any) -> list[RampupError]:
     problems: list[RampupError] = []
     if width % (2 * heads):
         rule = f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
-        nearest = _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0)
+        nearest = nearest_in(heads, divisors(width // 2 if width % 2 == 0 else 0))
         problems.append(ConfigError(f"base_emb_dim={width} {rule}", key="base_num_query_heads", nearest=nearest))
     if heads % config.num_kv_heads:
         message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
-        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=_nearest_divisors(config.num_kv_heads, heads)))
+        nearest = nearest_in(config.num_kv_heads, divisors(heads))
+        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=nearest))
     return problems
-
-
-def _nearest_divisors(value: int, total: int) -> list[int]:
-    return nearest_in(value, divisors(total))
 
 
 KEYS = Config.keys()

@@ -17,7 +17,6 @@ from rampup.errors import ConfigError
 MAX_BYTES = 4_000_000
 MAX_VALUES = 200_000
 MAX_DEPTH = 50
-_NULL = "tag:yaml.org,2002:null"
 _PREFIX = "tag:yaml.org,2002:"
 
 
@@ -53,15 +52,6 @@ for _name, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
-def read_mapping(path: str | Path) -> dict[str, Located]:
-    """Read a YAML file that is one mapping from names to values.
-
-    Raises:
-        ConfigError: the file cannot be read, is not UTF-8, YAML or a mapping, repeats a name, or has a value with a tag.
-    """
-    return parse_mapping(read_text(path), str(path))
-
-
 def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
     r"""Read YAML text that is one mapping.
 
@@ -69,6 +59,9 @@ def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = Non
         text: the text.
         path: its name in errors.
         repeated: if given, a name may be repeated: its last value counts, and its dotted name and line are added here.
+
+    Raises:
+        ConfigError: the text is not YAML or no mapping, repeats a name, or has a value with a tag.
 
     Example:
         >>> parsed = parse_mapping("steps: 1_000\nlearning_rate: 1e-5", "example.yml")
@@ -139,8 +132,7 @@ def parse_scalar(text: str, path: str) -> Any:
         (1000.0, None, '0:8 9:16')
     """
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
-    node = yaml.ScalarNode(tag, text)
-    return _scalar(node, path, line=None)
+    return _scalar(text, tag, path, line=None)
 
 
 def read_text(path: str | Path) -> str:
@@ -192,18 +184,19 @@ class _Reader:
         if self._left < 0 or depth > MAX_DEPTH:
             problem = "nested too deeply" if depth > MAX_DEPTH else f"too large: more than {MAX_VALUES:,} values"
             raise ConfigError(f"not a configuration: it is {problem}", path=self._path, line=line)
+        legal = ("null", "bool", "int", "float", "str") if isinstance(node, yaml.ScalarNode) else ("seq", "map")
+        if not node.tag.startswith(_PREFIX) or node.tag.removeprefix(_PREFIX) not in legal:
+            raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=self._path, line=line)
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node, self._path, line)
-        _check_tag(node, self._path, line, allowed=("seq", "map"))
+            return _scalar(node.value, node.tag, self._path, line)
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, depth=depth + 1) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
         return {name: located.value for name, located in self.entries(node, depth=depth, prefix=prefix)}
 
 
-def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
-    _check_tag(node, path, line, allowed=("null", "bool", "int", "float", "str"))
-    text, kind = node.value, node.tag.removeprefix(_PREFIX)
+def _scalar(text: str, tag: str, path: str, line: int | None) -> Any:
+    kind = tag.removeprefix(_PREFIX)
     try:
         if kind == "null":
             return None
@@ -216,8 +209,3 @@ def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
     except ValueError:
         raise ConfigError(f"{text[:50]!r} is not a usable number", path=path, line=line) from None
     return text
-
-
-def _check_tag(node: yaml.Node, path: str, line: int | None, *, allowed: tuple[str, ...]) -> None:
-    if node.tag.removeprefix(_PREFIX) not in allowed or not node.tag.startswith(_PREFIX):
-        raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=path, line=line)

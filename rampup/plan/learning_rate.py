@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from rampup.errors import RampDefinitionError, choice_error
-from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
+from rampup.plan.ramp import BatchRamp, check_num_phases
 
 BatchScaling = Literal["none", "sqrt", "linear"]
 BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
@@ -123,20 +123,25 @@ def clock_segments(
         # The steps of the grown batches may take more samples than are planned.
         total = seesaw.schedule_samples
 
-    def segment(start: Phase | RateStep) -> ClockSegment:
-        size, base, scale, level = start.global_batch_size, start.global_batch_size, 1.0, None
-        if isinstance(start, RateStep):
-            base, scale, level = start.base_batch_size, start.scale, start.level
-        return ClockSegment(
-            start_step=start.start_step,
-            progress=(start.start_step if clock == "steps" else start.start_sample) / total,
+    starts = {phase.start_step for phase in ramp.phases}
+    if seesaw is not None:
+        # A cut takes effect with the first step that starts at or past its sample.
+        starts |= {ramp.step_of_sample(cut.sample - 1) + 1 for cut in seesaw.cuts}
+    segments = []
+    for step in sorted(starts):
+        sample, size = ramp.samples_before(step), ramp.global_batch_size_at(step)
+        base = size if seesaw is None else seesaw.base.phase_of_sample(sample).global_batch_size
+        growth = 1.0 if seesaw is None else float((size / base) ** seesaw.exponent)
+        segment = ClockSegment(
+            start_step=step,
+            progress=(step if clock == "steps" else sample) / total,
             progress_per_step=(1 if clock == "steps" else size) / total,
-            scale=learning_rate_scale(base, reference_size, scaling) * scale,
+            scale=learning_rate_scale(base, reference_size, scaling) * growth,
             global_batch_size=size,
-            level=level,
+            level=None if seesaw is None else seesaw.level_at(sample),
         )
-
-    return tuple(map(segment, ramp.phases if seesaw is None else seesaw.steps))
+        segments.append(segment)
+    return tuple(segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +150,6 @@ class Cut:
 
     sample: int  # the first step at or past this sample has the new rate
     level: float  # the planned rate from there on, relative to its peak
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateStep:
-    """Steps of one batch size and one learning rate."""
-
-    start_step: int
-    start_sample: int
-    global_batch_size: int
-    base_batch_size: int  # the batch of the planned schedule at this sample
-    level: float  # the rate of the planned schedule relative to its peak
-    scale: float  # the factor on `level` that the growth of the batch gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +171,11 @@ class Seesaw:
         RampDefinitionError: the cuts are not in order, or the limits contradict the planned ramp.
 
     Example:
-        >>> cuts = stepwise_cuts(factor=2, at=[4096, 8192, 12288])
+        >>> cuts = tuple(Cut(sample=4096 * k, level=0.5**k) for k in (1, 2, 3))
         >>> seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32)
-        >>> [(step.start_step, step.global_batch_size, round(step.level * step.scale, 4)) for step in seesaw.steps]
+        >>> segments = clock_segments(seesaw.ramp, clock="samples", schedule_steps=1000, scaling="none", reference_size=8,
+        ...     seesaw=seesaw)
+        >>> [(s.start_step, s.global_batch_size, round(s.level * s.scale, 4)) for s in segments]
         [(0, 8, 1.0), (512, 16, 0.7071), (768, 32, 0.5), (896, 32, 0.25)]
     """
 
@@ -192,7 +187,6 @@ class Seesaw:
     total_samples: int | None = None
     schedule_samples: int | None = None
     exponent: float = 0.5
-    steps: tuple[RateStep, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         samples, levels = [cut.sample for cut in self.cuts], [1.0, *(cut.level for cut in self.cuts)]
@@ -205,42 +199,25 @@ class Seesaw:
             rule = f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}"
             raise RampDefinitionError(rule, key="seesaw_max_batch_size", nearest=(largest,))
         check_num_phases(len(self.base.phases) + len(self.cuts), key="seesaw_factor")
-        if self.ramp is None:
-            object.__setattr__(self, "ramp", self._grown())
-        object.__setattr__(self, "steps", tuple(self._rate_steps()))
-
-    def _grown(self) -> BatchRamp:
-        """Return the planned ramp with a larger batch after every cut."""
+        if self.ramp is not None:
+            return
+        # The planned ramp with a larger batch after every cut.
         pairs: list[tuple[int, int]] = []
         for start in sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts}):
             base = self.base.phase_of_sample(start).global_batch_size
             # A relative error of 1e-9 must not round 2 * 8 down to 15.
-            wanted = base / max(self._level(start), 1e-18) * (1 + 1e-9)
+            wanted = base / max(self.level_at(start), 1e-18) * (1 + 1e-9)
             wanted = wanted if self.max_batch_size is None else min(wanted, self.max_batch_size)
             size = max(int(wanted) // self.multiple * self.multiple, base)
             if self.total_samples is not None and size > self.total_samples - start:
                 size = min(size, max(base, pairs[-1][1] if pairs else base))
             pairs.append((start, size))
-        return BatchRamp.piecewise(pairs)
+        object.__setattr__(self, "ramp", BatchRamp.piecewise(pairs))
 
-    def _level(self, sample: int) -> float:
+    def level_at(self, sample: int) -> float:
+        """Return the planned rate at a sample, relative to its peak."""
         index = bisect.bisect_right(self.cuts, sample, key=lambda cut: cut.sample)
         return self.cuts[index - 1].level if index else 1.0
-
-    def _rate_steps(self) -> Iterable[RateStep]:
-        phases = {phase.start_step for phase in self.ramp.phases}
-        # A cut takes effect with the first step that starts at or past its sample.
-        for step in sorted(phases | {self.ramp.step_of_sample(cut.sample - 1) + 1 for cut in self.cuts}):
-            sample, size = self.ramp.samples_before(step), self.ramp.global_batch_size_at(step)
-            base = self.base.phase_of_sample(sample).global_batch_size
-            yield RateStep(
-                start_step=step,
-                start_sample=sample,
-                global_batch_size=size,
-                base_batch_size=base,
-                level=self._level(sample),
-                scale=float((size / base) ** self.exponent),
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the ramp."""
@@ -254,16 +231,6 @@ class Seesaw:
         cuts = tuple(Cut(sample=int(sample), level=float(level)) for sample, level in record["cuts"])
         base, samples = BatchRamp.from_rows(record["base"]), record.get("schedule_samples")
         return cls(base=base, cuts=cuts, ramp=ramp, schedule_samples=samples, exponent=record["exponent"])
-
-
-def stepwise_cuts(*, factor: float, at: Sequence[int]) -> tuple[Cut, ...]:
-    """Return the cuts of a schedule that divides the rate by `factor` at each of the given samples.
-
-    Example:
-        >>> stepwise_cuts(factor=2, at=[100])
-        (Cut(sample=100, level=0.5),)
-    """
-    return tuple(Cut(sample=sample, level=float(factor) ** -(k + 1)) for k, sample in enumerate(at))
 
 
 def discretize(rate: Callable[[float], float], *, factor: float, total_samples: int) -> tuple[Cut, ...]:

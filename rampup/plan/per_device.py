@@ -60,10 +60,8 @@ def ramp_from_config(
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
     if schedule is not None:
         if linear:
-            problem = RampDefinitionError(
-                "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
-                key="batch_size_schedule",
-            )
+            text = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
+            problem = RampDefinitionError(text, key="batch_size_schedule")
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
         unit = getattr(config, "batch_size_schedule_unit", "samples")
@@ -81,7 +79,22 @@ def ramp_from_config(
         rule, fix = "must be a whole number of at least 1", "for no ramp set enable_rampup_batch_size: false"
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
         raise RampDefinitionError(f"{SAMPLES}={_format(samples)} {rule}; {fix}", key=SAMPLES, nearest=nearest)
-    sizes.check_growth()
+    # A whole number of increments leads from the start to the end.
+    start, increment, end = (sizes.values[key] for key in (START, INCREMENT, END))
+    if end <= start:
+        rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
+        fix = "for a decreasing batch size use batch_size_schedule"
+        raise RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
+    if (end - start) % increment:
+        increments, ends = sizes.legal(INCREMENT), sizes.legal(END)
+        span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
+        fix = f"nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} {_format(increments, ' or ')}"
+        rule = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; {fix}"
+        problem = RampDefinitionError(rule, key=END, nearest=[to_yaml_number(n) for n in ends])
+        others = {INCREMENT: increments, START: sizes.legal(START)}
+        problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
+        raise problem
+    check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
     return BatchRamp.linear(
         start=sizes.samples(START),
         increment=sizes.samples(INCREMENT),
@@ -111,50 +124,29 @@ class _Sizes:
         # Every size must be a multiple of `step`, so that its global batch is a multiple of the splitter's unit.
         unit = 1 if splitter is None else splitter.unit
         self.step = Fraction(unit, factor)
-        self.rule = "a whole number of samples"
+        rule = "a whole number of samples"
         if splitter is not None and unit > 1:
-            self.rule += f" and a multiple of {splitter.unit_rule}"
+            rule += f" and a multiple of {splitter.unit_rule}"
         self.values = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
-        raise_together([problem for key in self.values if (problem := self._problem(key))])
+        problems: list[RampupError] = []
+        for key, value in self.values.items():
+            nearest = self.legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
+            offered = [to_yaml_number(n) for n in nearest]
+            if value <= 0:
+                text = f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}"
+                problems.append(RampDefinitionError(text, key=key, nearest=offered))
+            elif value % self.step:
+                samples = f"{_format(value * factor)} samples (num_devices * gradient_accumulation_steps = {factor})"
+                text = f"{key}={_format(value)} gives {samples}, which must be {rule}; nearest {key}: {_format(nearest)}"
+                number = math.floor(value * factor)
+                problems.append(BatchDivisibilityError(text, value=number, divisor=unit, key=key, nearest=offered))
+        raise_together(problems)
 
     def samples(self, key: str) -> int:
         """Return the global batch size of a key."""
         return int(self.values[key] * self.factor)
 
-    def check_growth(self) -> None:
-        """Check that a whole number of increments leads from the start to the end."""
-        start, increment, end = (self.values[key] for key in (START, INCREMENT, END))
-        if end <= start:
-            rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
-            fix = "for a decreasing batch size use batch_size_schedule"
-            raise RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
-        if (end - start) % increment:
-            increments = self._increments(increment)
-            ends = [start + n for n in nearest_multiples(end - start, increment)]
-            span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
-            fix = f"nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} {_format(increments, ' or ')}"
-            rule = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; {fix}"
-            problem = RampDefinitionError(rule, key=END, nearest=[to_yaml_number(n) for n in ends])
-            others = {INCREMENT: increments, START: self._legal(START)}
-            problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
-            raise problem
-        check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
-
-    def _problem(self, key: str) -> RampupError | None:
-        value = self.values[key]
-        nearest = self._legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
-        offered = [to_yaml_number(n) for n in nearest]
-        if value <= 0:
-            rule = f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}"
-            return RampDefinitionError(rule, key=key, nearest=offered)
-        if value % self.step == 0:
-            return None
-        samples, divisor = value * self.factor, int(self.step * self.factor)
-        product = f"{_format(samples)} samples (num_devices * gradient_accumulation_steps = {self.factor})"
-        rule = f"{key}={_format(value)} gives {product}, which must be {self.rule}; nearest {key}: {_format(nearest)}"
-        return BatchDivisibilityError(rule, value=math.floor(samples), divisor=divisor, key=key, nearest=offered)
-
-    def _legal(self, key: str) -> list[Fraction]:
+    def legal(self, key: str) -> list[Fraction]:
         """Return the nearest values of a key that are legal with the other keys as given. Empty if another key is invalid."""
         others = [value for name, value in self.values.items() if name != key]
         if not others or any(value <= 0 or value % self.step for value in others):
@@ -164,12 +156,9 @@ class _Sizes:
         if key == START:
             return [n for n in nearest_multiples(value, increment, end % increment) if n < end]
         if key == INCREMENT:
-            return self._increments(value) if end > start else []
+            span = int((end - start) / self.step)  # no divisors if the ramp does not grow
+            return nearest_in(value, [self.step * span / n for n in reversed(divisors(span)) if n <= 10_000])
         return [start + n for n in nearest_multiples(max(value - start, Fraction(0)), increment)]
-
-    def _increments(self, value: Fraction) -> list[Fraction]:
-        span = int((self.values[END] - self.values[START]) / self.step)
-        return nearest_in(value, [self.step * span / n for n in reversed(divisors(span)) if n <= 10_000])
 
 
 def _format(values: Fraction | list[Fraction], separator: str = ", ") -> str:
@@ -195,9 +184,7 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
         rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
         fix = f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
         raise BatchDivisibilityError(f"batch_size_schedule=auto: {rule}, {fix}", value=largest, divisor=start, key=END)
-    doubled = [start]
-    while doubled[-1] * 2 <= largest:
-        doubled.append(doubled[-1] * 2)
+    doubled = [start << k for k in range((largest // start).bit_length())]
     return tuple(dict.fromkeys([*doubled, largest]))
 
 

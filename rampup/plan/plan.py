@@ -165,8 +165,7 @@ class RampPlan:
 
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
-        phase = self.ramp.phase_at(step)
-        consumed = phase.start_sample + (step - phase.start_step) * phase.global_batch_size
+        phase, consumed = self.ramp.phase_at(step), self.ramp.samples_before(step)
         return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=self.splits[phase.index])
 
     def segment_at(self, step: int) -> ClockSegment:
@@ -317,10 +316,8 @@ class RampPlan:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
         after = self.total_steps - (self.learning_rate_schedule_steps or self.total_steps)
         if after > 0:
-            notes.append(
-                f"the learning rate's schedule ends after {self.learning_rate_schedule_steps:,} steps: the other "
-                f"{after:,} have the rate of its end, which is 0 after a whole decay"
-            )
+            ends = f"the learning rate's schedule ends after {self.learning_rate_schedule_steps:,} steps"
+            notes.append(f"{ends}: the other {after:,} have the rate of its end, which is 0 after a whole decay")
         return tuple(notes)
 
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:

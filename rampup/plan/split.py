@@ -95,6 +95,41 @@ class BatchSplitter:
     def __post_init__(self) -> None:
         raise_together([*self._problems()])
 
+    def _problems(self) -> Iterator[RampupError]:
+        d, G, p, v = self.data_parallel_size, self.gradient_accumulation_steps, self.num_stages, self.num_repeats
+        m, b = self.num_pipeline_microbatches, self.microbatch_size
+        sizes = {"data_parallel_size": d, "gradient_accumulation_steps": G, "num_stages": p, "num_pipeline_repeats": v}
+        for key, size in sizes.items():
+            if size < 1:
+                yield ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
+        key = "microbatch_size"
+        if b < 1 and b != AUTO:
+            yield ConfigError(f"{key}={b} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
+        if self.rampup_microbatch not in RAMPUP_MICROBATCH:
+            yield choice_error("rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH)
+        if b != AUTO and self.rampup_microbatch == "per_phase":
+            rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
+            fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
+            yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
+        if m == AUTO or p < 1:
+            return
+        key = "num_pipeline_microbatches"
+        minimum = 2 * p if self.delay_activation_forwarding else p
+        strict, late = self.strict_multiple and m % p != 0, self.delay_activation_forwarding and m < minimum
+        if m < 1:
+            yield PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))
+        elif p == 1 and m > 1:
+            problem = f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1"
+            fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
+            yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
+        elif p > 1 and (strict or late):
+            rules = [f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}"] * strict
+            rules += [f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)"] * late
+            nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
+            hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
+            rule = f"{key}={m} must be {' and '.join(rules)}; nearest: {', '.join(map(str, nearest))}{hint}"
+            yield PipelineShapeError(rule, key=key, nearest=nearest)
+
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation factor."""
         return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None, min_microbatches=1)
@@ -276,43 +311,3 @@ class BatchSplitter:
         if self.microbatch_size != AUTO:
             conditions.append(replicas | {"microbatch_size": self.microbatch_size} | self._pass_factors)
         return conditions
-
-    def _problems(self) -> Iterator[RampupError]:
-        p, m, b = self.num_stages, self.num_pipeline_microbatches, self.microbatch_size
-        sizes = {
-            "data_parallel_size": self.data_parallel_size,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "num_stages": p,
-            "num_pipeline_repeats": self.num_repeats,
-        }
-        for key, size in sizes.items():
-            if size < 1:
-                yield ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
-        key = "microbatch_size"
-        if b < 1 and b != AUTO:
-            yield ConfigError(f"{key}={b} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
-        if self.rampup_microbatch not in RAMPUP_MICROBATCH:
-            yield choice_error("rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH)
-        if b != AUTO and self.rampup_microbatch == "per_phase":
-            rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
-            fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
-            yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
-        if m == AUTO or p < 1:
-            return
-        key = "num_pipeline_microbatches"
-        minimum = 2 * p if self.delay_activation_forwarding else p
-        strict, late = self.strict_multiple and m % p != 0, self.delay_activation_forwarding and m < minimum
-        if m < 1:
-            yield PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))
-        elif p == 1 and m > 1:
-            problem = f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1"
-            fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
-            yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
-        elif p > 1 and (strict or late):
-            rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
-            rule += " and " if strict and late else ""
-            rule += f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)" if late else ""
-            nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
-            hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
-            rule = f"{key}={m} must be {rule}; nearest: {', '.join(map(str, nearest))}{hint}"
-            yield PipelineShapeError(rule, key=key, nearest=nearest)

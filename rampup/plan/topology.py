@@ -6,6 +6,7 @@ a number of slices in front (`2*v5e:4x4`).
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -40,11 +41,21 @@ class Chip:
     config: str | None = None  # `chip_config_name` of the compiler
     kinds: tuple[str, ...]  # what JAX calls its devices
 
-    @property
-    def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Its slices by their chips: in two dimensions all, in three those smaller than a cube of 4 x 4 x 4."""
-        shapes = _FLAT if self.dimensions == 2 else _SMALL_CUBES
-        return {chips: shape for chips, shape in shapes.items() if chips <= self.max_chips}
+
+@functools.cache
+def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
+    """Return the slices by their chips in ascending order, the most compact one of each number."""
+    shapes = dict(_FLAT if chip.dimensions == 2 else _SMALL_CUBES)
+    for cubes in range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ():
+        boxes = (
+            (a, b, cubes // (a * b))
+            for a in range(1, math.isqrt(cubes) + 1)
+            if cubes % a == 0
+            for b in range(a, math.isqrt(cubes // a) + 1)
+            if cubes // a % b == 0
+        )
+        shapes[cubes * _CUBE**3] = tuple(side * _CUBE for side in min(boxes, key=sum))
+    return {chips: shape for chips, shape in shapes.items() if chips <= chip.max_chips}
 
 
 _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
@@ -52,36 +63,22 @@ _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
-            peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}",
-        ),
-        Chip(
-            name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
-            peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}",
-        ),
-        Chip(
-            name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
-            peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4",
-        ),
-        Chip(
-            name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
-            peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
-            kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e",
-        ),
-        Chip(
-            name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
-            peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p",
-        ),
-        Chip(
-            name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
-            peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
-            kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e",
-        ),
-        Chip(
-            name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
-            peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x",
-        ),
+        Chip(name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
+             peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}"),
+        Chip(name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
+             peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}"),
+        Chip(name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
+             peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4"),
+        Chip(name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
+             peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
+             kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e"),
+        Chip(name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
+             peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p"),
+        Chip(name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
+             peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
+             kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e"),
+        Chip(name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
+             peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x"),
     )
 }  # fmt: skip
 # The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
@@ -131,15 +128,26 @@ class Topology:
         if not 1 <= num_slices <= MAX_SLICES:
             raise _error(f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}")
         if separator == ":":
-            shape = _parse_shape(chip, size, text)
+            shape = tuple(int(side) for side in size.split("x") if side)
+            chips = math.prod(shape)
+            if len(shape) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(shape) < 1:
+                example = cls(chip=chip, shape=_shapes(chip)[64]).name
+                raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
+            if chip.dimensions == 2 and shape not in _shapes(chip).values():
+                raise _nearest_error(chip, text, chips, "is not a shape of its slices")
+            if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
+                if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
+                    rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4"
+                    raise _nearest_error(chip, text, chips, f"{rule} in ascending order")
+                if chips > chip.max_chips:
+                    raise _nearest_error(chip, text, chips, f"has {chips:,} chips of at most {chip.max_chips:,}")
         else:  # the number of a product name counts chips or TensorCores
             unit = 2 if chip.counts_cores else 1
             number = int(size) if size.isdecimal() else 0
-            found = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
-            if found is None:
+            if number % unit or number // unit not in _shapes(chip):
                 what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
                 raise _nearest_error(chip, text, number // unit, what)
-            shape = found
+            shape = _shapes(chip)[number // unit]
         return cls(chip=chip, shape=shape, num_slices=num_slices)
 
     @property
@@ -158,14 +166,9 @@ class Topology:
         return f"{self.chip.product}-{math.prod(self.shape) * (2 if self.chip.counts_cores else 1)}"
 
     @property
-    def num_chips(self) -> int:
-        """Chips of all slices."""
-        return math.prod(self.shape) * self.num_slices
-
-    @property
     def num_devices(self) -> int:
         """JAX devices of all slices."""
-        return self.num_chips * self.chip.devices
+        return math.prod(self.shape) * self.num_slices * self.chip.devices
 
     @property
     def wrap(self) -> tuple[bool, ...]:
@@ -196,7 +199,7 @@ class Topology:
             "name": self.name,
             "product_name": self.product_name,
             "num_slices": self.num_slices,
-            "num_chips": self.num_chips,
+            "num_chips": math.prod(self.shape) * self.num_slices,
             "num_devices": self.num_devices,
             "devices_per_chip": chip.devices,
             "wrap": list(self.wrap[: len(self.shape)]),
@@ -212,50 +215,15 @@ class Topology:
 def known_topologies() -> Iterator[Topology]:
     """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
     for chip in CHIPS.values():
-        for chips in [*chip.shapes, *([] if chip.dimensions == 2 else [64, 128, 256, 512, 1024])]:
-            if chips > 1 or not chip.counts_cores:
-                yield Topology(chip=chip, shape=_shape_of_chips(chip, chips) or ())
-
-
-def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
-    sides = tuple(int(side) for side in size.split("x") if side)
-    if len(sides) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(sides) < 1:
-        example = CHIPS[chip.name].name + ":" + "x".join(map(str, _shape_of_chips(chip, 64) or ()))
-        raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
-    if chip.dimensions == 2 and sides not in chip.shapes.values():
-        raise _nearest_error(chip, text, math.prod(sides), "is not a shape of its slices")
-    if chip.dimensions == 3 and sides not in _SMALL_CUBES.values():
-        if any(side % _CUBE for side in sides) or list(sides) != sorted(sides):
-            rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4 in ascending order"
-            raise _nearest_error(chip, text, math.prod(sides), rule)
-        if math.prod(sides) > chip.max_chips:
-            raise _nearest_error(chip, text, math.prod(sides), f"has {math.prod(sides):,} chips of at most {chip.max_chips:,}")
-    return sides
-
-
-def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
-    """Return the shape of the slice with this many chips, the most compact one, or None."""
-    if chips in chip.shapes:
-        return chip.shapes[chips]
-    cubes, rest = divmod(chips, _CUBE**3)
-    if chip.dimensions == 2 or rest or not 1 <= chips <= chip.max_chips:
-        return None
-    shapes = (
-        (a, b, cubes // (a * b))
-        for a in range(1, math.isqrt(cubes) + 1)
-        if cubes % a == 0
-        for b in range(a, math.isqrt(cubes // a) + 1)
-        if cubes // a % b == 0
-    )
-    a, b, c = min(shapes, key=sum)
-    return a * _CUBE, b * _CUBE, c * _CUBE
+        for chips, shape in _shapes(chip).items():
+            if chips.bit_count() == 1 and (not chip.counts_cores if chips == 1 else chips <= 1024):
+                yield Topology(chip=chip, shape=shape)
 
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
     """Return the error about a size that does not exist, with the nearest ones that do."""
-    known = [*chip.shapes, *([] if chip.dimensions == 2 else range(64, chip.max_chips + 1, 64))]
-    near = [chips] if chips in known else nearest_in(chips, known)
-    names = [Topology(chip=chip, shape=_shape_of_chips(chip, n) or ()).name for n in near]
+    near = [chips] if chips in _shapes(chip) else nearest_in(chips, [*_shapes(chip)])
+    names = [Topology(chip=chip, shape=_shapes(chip)[n]).name for n in near]
     return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.errors import ConfigError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.plan.learning_rate import Seesaw, stepwise_cuts
+from rampup.plan.learning_rate import Cut, Seesaw
 
 SIZES = (8, 24, 40, 1000, 3)
 
@@ -46,7 +46,8 @@ def test_sde_rule():
 def test_timescale_of_the_weight_decay_is_constant(scaling):
     """B / (learning rate * weight decay) is the same in every phase, with any scaling of the learning rate and with Seesaw."""
     ramp = BatchRamp.from_schedule("0:16 1000:64 4000:48")
-    seesaw = Seesaw(base=ramp, cuts=stepwise_cuts(factor=2, at=[5000, 7000, 9000]), max_batch_size=100, multiple=4)
+    cuts = tuple(Cut(sample=sample, level=level) for sample, level in ((5000, 0.5), (7000, 0.25), (9000, 0.125)))
+    seesaw = Seesaw(base=ramp, cuts=cuts, max_batch_size=100, multiple=4)
     for keys in ({"ramp": ramp}, {"ramp": seesaw.ramp, "seesaw": seesaw}):
         made = plan(**keys, learning_rate_batch_scaling=scaling)
         found = adam_constants(made, AdamConstants(weight_decay=0.1), AdamScaling(weight_decay="timescale"))

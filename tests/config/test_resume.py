@@ -6,6 +6,7 @@ import pytest
 from helpers.runs import recorded
 
 from rampup import Config, build_plan
+from rampup.config import build
 from rampup.config.build import plan_to_resume, possible_devices
 from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
@@ -16,20 +17,6 @@ LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples"
 def written(config, devices, step):
     """Return the record in the checkpoint of a step of a run on these devices."""
     return recorded(config, build_plan(config, devices), step)
-
-
-@pytest.mark.parametrize("keys", [SCHEDULE, LINEAR])
-def test_plan_to_resume_keeps_the_batches_on_other_devices(keys):
-    """8, 4, 2 and 8 devices: the same ramp and the same evaluation batch, split again."""
-    config = Config(**keys)
-    first = build_plan(config, 8)
-    record = written(config, 8, 5)
-    for devices in (4, 2, 8):
-        plan = plan_to_resume(config, devices, record)
-        assert plan.ramp.to_rows() == first.ramp.to_rows()
-        assert plan.eval_global_batch_size == first.eval_global_batch_size
-        assert plan.num_devices == devices
-        record = recorded(config, plan, 9)
 
 
 def test_plan_to_resume_names_the_devices_that_can_split_the_batches():
@@ -60,10 +47,26 @@ def test_possible_devices_are_those_that_resume(keys, devices):
     record, can = written(config, devices, 5), []
     for number in range(1, 4 * devices + 1 if config.ici_tensor_parallelism == -1 else 130):
         with contextlib.suppress(RampupError):
-            assert plan_to_resume(config, number, record).ramp.to_rows() == record["ramp"]
+            plan = plan_to_resume(config, number, record)
+            assert (plan.ramp.to_rows(), plan.eval_global_batch_size) == (record["ramp"], record["eval_global_batch_size"])
+            assert plan.num_devices == number
             can.append(number)
     assert devices in can
     assert possible_devices(config, build_plan(config, devices)) == can
+
+
+def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
+    """A number that is refused does not start another search."""
+    config = Config(**SCHEDULE, microbatch_size=4)
+    plan, numbers = build_plan(config, 4), []
+
+    def count(config, number, **keys):
+        numbers.append(number)
+        return build_plan(config, number, **keys)
+
+    monkeypatch.setattr(build, "build_plan", count)
+    assert possible_devices(config, plan) == [1, 2, 4]
+    assert numbers == [1, 2, 4, 8, 16]
 
 
 def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():

@@ -160,6 +160,6 @@ def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
     rate = LearningRate(plan=plan, peak=0.3, warmup_fraction=0.1)
     on_device = jax.jit(jax.vmap(rate))(jnp.arange(plan.total_steps))
     np.testing.assert_allclose(on_device, [rate.at(step) for step in range(plan.total_steps)], rtol=1e-5)
-    for step in (step for step in seesaw.steps[1:] if step.start_step < plan.total_steps):
-        assert rate.at(step.start_step) == pytest.approx(0.3 * step.level * (step.global_batch_size / 16) ** 0.5)
+    for segment in (segment for segment in plan.clock[1:] if segment.start_step < plan.total_steps):
+        assert rate.at(segment.start_step) == pytest.approx(0.3 * segment.level * (segment.global_batch_size / 16) ** 0.5)
     assert len(plan.clock) > len(plan.ramp.phases) == 4

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan.learning_rate import Cut, Seesaw, clock_segments, discretize, learning_rate_scale, stepwise_cuts
+from rampup.plan.learning_rate import Cut, Seesaw, clock_segments, discretize, learning_rate_scale
 from rampup.plan.ramp import BatchRamp
 
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -37,6 +37,16 @@ def quarter_cosine(t):
     return math.cos(math.pi / 2 * t)
 
 
+def cuts_by(factor, samples):
+    """Return cuts by a factor at each of these samples."""
+    return tuple(Cut(sample=sample, level=factor ** -(k + 1)) for k, sample in enumerate(samples))
+
+
+def segments_of(seesaw):
+    """Return the clock of a Seesaw whose learning rate does not follow the planned batch."""
+    return clock_segments(seesaw.ramp, clock="samples", schedule_steps=100, scaling="none", reference_size=1, seesaw=seesaw)
+
+
 @pytest.mark.parametrize(("factor", "saved"), [(2, 0.220), (1.5, 0.271), (1.2, 0.317), (1.1, 0.338), (1.005, 1 - 2 / math.pi)])
 def test_cosine_saves_the_published_steps(factor, saved):
     """A cosine's cuts by a factor save the steps that the paper gives; in the limit 1 - 2/pi."""
@@ -51,11 +61,11 @@ def test_cosine_saves_the_published_steps(factor, saved):
 def test_each_cut_becomes_a_cut_by_the_root_and_a_larger_batch(factor):
     """At every cut the rate falls by sqrt(a) and the batch grows by a, to a sample's rounding."""
     base, samples = 1 << 20, [10**8 * k for k in range(1, 6)]
-    seesaw = Seesaw(base=BatchRamp.constant(base), cuts=stepwise_cuts(factor=factor, at=samples))
-    for k, step in enumerate(seesaw.steps):
-        assert step.global_batch_size == pytest.approx(base * factor**k, abs=1)
-        assert step.level * step.scale == pytest.approx(factor ** (-k / 2), rel=1e-5)
-    assert len(seesaw.steps) == 6
+    segments = segments_of(Seesaw(base=BatchRamp.constant(base), cuts=cuts_by(factor, samples)))
+    for k, segment in enumerate(segments):
+        assert segment.global_batch_size == pytest.approx(base * factor**k, abs=1)
+        assert segment.level * segment.scale == pytest.approx(factor ** (-k / 2), rel=1e-5)
+    assert len(segments) == 6
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
@@ -65,25 +75,24 @@ def test_rate_over_batch_stays_that_of_the_planned_schedule(exponent, multiple):
     base = BatchRamp.from_schedule("0:48 1000:96 5000:48")
     cuts = discretize(lambda t: 1 - 0.97 * t, factor=1.3, total_samples=50_000)
     seesaw = Seesaw(base=base, cuts=cuts, max_batch_size=400, multiple=multiple, total_samples=50_000, exponent=exponent)
-    assert len(seesaw.steps) > 8
-    for step in seesaw.steps:
-        size = step.global_batch_size
-        assert step.base_batch_size == base.phase_of_sample(step.start_sample).global_batch_size
-        assert step.level * step.scale / size**exponent == pytest.approx(step.level / step.base_batch_size**exponent, rel=1e-12)
-        assert step.base_batch_size <= size <= 400
-        assert size % multiple == 0 or size == step.base_batch_size
-        assert size == seesaw.ramp.global_batch_size_at(step.start_step)
+    assert len(segments_of(seesaw)) > 8
+    for segment in segments_of(seesaw):
+        size, sample = segment.global_batch_size, seesaw.ramp.samples_before(segment.start_step)
+        planned = base.phase_of_sample(sample).global_batch_size
+        assert segment.level == next((cut.level for cut in reversed(cuts) if cut.sample <= sample), 1)
+        assert segment.scale / size**exponent == pytest.approx(planned**-exponent, rel=1e-12)
+        assert planned <= size <= 400
+        assert size % multiple == 0 or size == planned
+        assert size == seesaw.ramp.global_batch_size_at(segment.start_step)
     assert max(seesaw.ramp.sizes) == 400 // multiple * multiple
 
 
 def test_cuts_beyond_the_largest_batch_cut_the_rate_alone():
     """At the largest batch, a cut by a is a cut by a."""
-    cuts = stepwise_cuts(factor=2, at=[800, 1600, 2400, 3200])
-    seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=24)
-    assert [(step.global_batch_size, step.level) for step in seesaw.steps] == [
-        (8, 1.0), (16, 0.5), (24, 0.25), (24, 0.125), (24, 0.0625),
-    ]  # fmt: skip
-    rates = [step.level * step.scale for step in seesaw.steps]
+    seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts_by(2, [800, 1600, 2400, 3200]), max_batch_size=24)
+    segments = segments_of(seesaw)
+    assert [segment.global_batch_size for segment in segments] == [8, 16, 24, 24, 24]
+    rates = [segment.level * segment.scale for segment in segments]
     assert rates[1] == pytest.approx(0.5**0.5)
     assert rates[2] == pytest.approx(0.25 * 3**0.5)
     assert rates[3:] == pytest.approx([rates[2] / 2, rates[2] / 4])
@@ -118,25 +127,21 @@ def test_record_gives_the_same_rates():
     """A checkpoint's record and ramp give the transform back."""
     cuts = discretize(quarter_cosine, factor=1.7, total_samples=5000)
     seesaw = Seesaw(base=BatchRamp.from_schedule("0:8 500:16"), cuts=cuts, max_batch_size=50, total_samples=5000)
-    assert Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp).steps == seesaw.steps
-
-
-@pytest.mark.parametrize("factor", [1, 1.0, 0.5, 0, -2, float("nan"), float("inf")])
-def test_factor_must_be_above_one(factor):
-    """Other factors are refused with the rule."""
-    with pytest.raises(RampDefinitionError, match=r"seesaw_factor=.* must be above 1"):
-        discretize(quarter_cosine, factor=factor, total_samples=100)
+    assert segments_of(Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp)) == segments_of(seesaw)
 
 
 def test_bad_cuts_and_limits_are_refused():
     """Cuts out of order, that raise the rate, or a limit below the planned batch; a factor with too many cuts."""
     base = BatchRamp.constant(8)
     with pytest.raises(RampDefinitionError, match="increasing samples"):
-        Seesaw(base=base, cuts=stepwise_cuts(factor=2, at=[20, 10]))
+        Seesaw(base=base, cuts=cuts_by(2, [20, 10]))
     with pytest.raises(RampDefinitionError, match="lower the rate"):
         Seesaw(base=base, cuts=(Cut(sample=3, level=1.5),))
     with pytest.raises(RampDefinitionError, match="at least the largest planned batch, 8") as caught:
         Seesaw(base=base, cuts=(), max_batch_size=4)
     assert caught.value.nearest == (8,)
+    for factor in (1, 0.5, 0, -2, math.nan, math.inf):
+        with pytest.raises(RampDefinitionError, match=r"seesaw_factor=.* must be above 1"):
+            discretize(quarter_cosine, factor=factor, total_samples=100)
     with pytest.raises(RampDefinitionError, match="larger factor"):
         discretize(lambda t: 1 - t, factor=1.0001, total_samples=10**12)

@@ -25,52 +25,21 @@ KEYS = {
 def test_to_dict_has_the_documented_format():
     """The example of the documentation, with the names and values of `rampup plan --json`."""
     plan = RampPlan(**KEYS).to_dict()
-    assert {name: plan[name] for name in plan if name not in ("phases", "eval")} == {
-        "num_devices": 4,
-        "num_increments": 4,
-        "samples_per_increment": 125,
-        "ramp_steps": 22,
-        "ramp_samples": 560,
-        "total_steps": 100,
-        "num_compiled_shapes": 1,
-        "global_batch_to_load": 48,
-    }
-    sizes = {
-        "data_parallel_size": 4,
-        "num_pipeline_microbatches": 1,
-        "microbatch_size": 2,
-        "num_stages": 1,
-        "num_repeats": 1,
-        "bubble_fraction": 0.0,
-    }
+    head = {"num_devices": 4, "num_increments": 4, "samples_per_increment": 125, "ramp_steps": 22, "ramp_samples": 560}
+    head |= {"total_steps": 100, "num_compiled_shapes": 1, "global_batch_to_load": 48}
+    assert {name: plan[name] for name in plan if name not in ("phases", "eval")} == head
+    sizes = {"data_parallel_size": 4, "num_pipeline_microbatches": 1, "num_stages": 1, "num_repeats": 1, "bubble_fraction": 0.0}
+    split = ("global_batch_size", "per_device_batch_size", "accumulation_steps", "microbatch_size")
+    names = ("start_step", "start_sample", "num_steps", *split)
     steps = [
-        (0, 0, 8, 16, 4, 2),
-        (8, 128, 6, 24, 6, 3),
-        (14, 272, 4, 32, 8, 4),
-        (18, 400, 4, 40, 10, 5),
-        (22, 560, None, 48, 12, 6),
+        (0, 0, 8, 16, 4, 2, 2),
+        (8, 128, 6, 24, 6, 3, 2),
+        (14, 272, 4, 32, 8, 4, 2),
+        (18, 400, 4, 40, 10, 5, 2),
+        (22, 560, None, 48, 12, 6, 2),
     ]
-    names = ("start_step", "start_sample", "num_steps", "global_batch_size", "per_device_batch_size", "accumulation_steps")
     assert plan["phases"] == [dict(zip(names, row, strict=True)) | sizes | {"learning_rate_scale": 1.0} for row in steps]
-    assert plan["eval"] == sizes | {
-        "global_batch_size": 48,
-        "per_device_batch_size": 12,
-        "accumulation_steps": 1,
-        "microbatch_size": 12,
-    }
-
-
-def test_position_agrees_with_stepping():
-    """The position at step N has the samples of N steps, one by one."""
-    plan = RampPlan(**KEYS)
-    consumed = 0
-    for step in range(40):
-        position = plan.position(step)
-        assert (position.step, position.consumed_samples) == (step, consumed)
-        assert plan.rows(step) == range(consumed, consumed + position.split.global_batch_size)
-        assert position.split is plan.splits[position.phase.index]
-        consumed += position.split.global_batch_size
-    assert plan.consumed_samples == plan.position(100).consumed_samples
+    assert plan["eval"] == dict(zip(split, (48, 12, 1, 12), strict=True)) | sizes
 
 
 def test_plan_checks_every_phase_and_evaluation():

@@ -66,12 +66,13 @@ def test_split_examples(keys, sizes, expected):
 
 splitters = st.fixed_dictionaries(
     {
-        "data_parallel_size": st.integers(1, 4),
-        "gradient_accumulation_steps": st.integers(1, 3),
-        "num_stages": st.sampled_from([1, 1, 2, 4]),
-        "num_pipeline_microbatches": st.sampled_from([-1, -1, 1, 4, 8]),
+        "data_parallel_size": st.sampled_from([1, 2, 3, 4, 0]),
+        "gradient_accumulation_steps": st.sampled_from([1, 2, 3, -1]),
+        "num_stages": st.sampled_from([1, 1, 2, 4, 3]),
+        "num_repeats": st.sampled_from([1, 1, 2, 0]),
+        "num_pipeline_microbatches": st.sampled_from([-1, -1, 0, 1, 4, 8]),
         "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto"]),
-        "microbatch_size": st.sampled_from([-1, -1, 1, 2, 3]),
+        "microbatch_size": st.sampled_from([-1, -1, 0, 1, 2, 3]),
     }
 )
 
