@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.noise_scale import NoiseScale, default_half_life
+from rampup.batch_size.noise_scale import NoiseScale
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import ResumeMismatchError
 from rampup.loop.events import BatchSizeDecided, OnEvent
@@ -137,18 +137,6 @@ class ShapeChanges(Component):
                 key=SHAPE_CHANGES,
             )
         self.step.replay_shape_changes(found)
-
-
-def with_those_of_step(
-    step: LoopStep, plan: LoopPlan, folder: Path, components: tuple[Component, ...]
-) -> tuple[Component, ...]:
-    """Return components, after those that a step brings to any loop if they are not among them."""
-    brought: list[Component] = [ShapeChanges(step, folder)]
-    if getattr(step, "measures_noise", False):
-        # A step that measures is a TrainStep, and its plan a RampPlan.
-        brought.append(NoiseAverages(default_half_life(plan)))  # type: ignore[arg-type]
-    kinds = set(map(type, components))
-    return *(component for component in brought if type(component) not in kinds), *components
 
 
 class NoiseAverages(Component):

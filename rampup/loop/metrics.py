@@ -130,7 +130,41 @@ class Metrics:
         seconds, self._last = now - self._last, now
         # If the host is slower than the devices, the last steps before an evaluation are done already: they took as long as the
         # host did from one to the next, and not the time of fetching them.
-        record = self._record(position, values, max(seconds, between) if is_last else seconds, compile_seconds)
+        step_seconds = max(seconds, between) if is_last else seconds
+        options, facts = self._options, values.get("facts", {})
+        size = facts.get("global_batch_size", position.split.global_batch_size)
+        record = {
+            "step": position.step,
+            "consumed_samples": position.consumed_samples + size,
+            "phase": position.phase.index,
+            "global_batch_size": size,
+            "loss": finite_or_none(values["loss"]),
+            **({"learning_rate": options.learning_rate(position.step)} if options.learning_rate else {}),
+            "step_seconds": round(step_seconds, 6),
+            "tokens_per_second": round(size * options.tokens_per_sample / step_seconds, 3),
+            "microbatch_size": position.split.microbatch_size,
+        }
+        if "grad_norm" in values:
+            record["grad_norm"] = finite_or_none(values["grad_norm"])
+        if options.flops_per_sample is not None:
+            flops = size * options.flops_per_sample / step_seconds / jax.device_count()
+            peak = peak_flops(jax.devices()[0].device_kind)
+            record["tflops_per_device"] = round(flops / 1e12, 6)
+            # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B): recomputed activations are no work, and the
+            # peak is that of bfloat16 whatever type the model computes in.
+            record |= {} if peak is None else {"mfu": round(flops / peak, 6)}
+        # Left out of most lines: readers of throughput skip the steps that have it.
+        if compile_seconds:
+            record["compile_seconds"] = round(compile_seconds, 6)
+        if values.get("skipped", False):
+            record["skipped"] = True
+        for component in self._components:
+            record |= component.after_step(record, values)
+        # Means, as the loss is one: the sums over the step's rows, by the step's weight.
+        weight = float(values.get("weight", 0))
+        means = {name: finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
+        # Facts are numbers that the host knew when the step began.
+        record |= {f"aux/{name}" if name in record else name: mean for name, mean in means.items()} | facts
         self._log.write(record)
         write_numbers(self._writers, record)
         # The first step includes the start of the run and is no measure of its speed.
@@ -160,42 +194,3 @@ class Metrics:
                 steps=steps,
                 key="skip_nonfinite",
             )
-
-    def _record(
-        self, position: PlanPosition, values: Mapping[str, Any], seconds: float, compile_seconds: float
-    ) -> dict[str, Any]:
-        """Return a step's line of metrics.jsonl."""
-        options, facts = self._options, values.get("facts", {})
-        size = facts.get("global_batch_size", position.split.global_batch_size)
-        found = {
-            "step": position.step,
-            "consumed_samples": position.consumed_samples + size,
-            "phase": position.phase.index,
-            "global_batch_size": size,
-            "loss": finite_or_none(values["loss"]),
-            **({"learning_rate": options.learning_rate(position.step)} if options.learning_rate else {}),
-            "step_seconds": round(seconds, 6),
-            "tokens_per_second": round(size * options.tokens_per_sample / seconds, 3),
-            "microbatch_size": position.split.microbatch_size,
-        }
-        if "grad_norm" in values:
-            found["grad_norm"] = finite_or_none(values["grad_norm"])
-        if options.flops_per_sample is not None:
-            flops = size * options.flops_per_sample / seconds / jax.device_count()
-            peak = peak_flops(jax.devices()[0].device_kind)
-            found["tflops_per_device"] = round(flops / 1e12, 6)
-            # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B): recomputed activations are no work, and the
-            # peak is that of bfloat16 whatever type the model computes in.
-            found |= {} if peak is None else {"mfu": round(flops / peak, 6)}
-        # Left out of most lines: readers of throughput skip the steps that have it.
-        if compile_seconds:
-            found["compile_seconds"] = round(compile_seconds, 6)
-        if values.get("skipped", False):
-            found["skipped"] = True
-        for component in self._components:
-            found |= component.after_step(found, values)
-        # Means, as the loss is one: the sums over the step's rows, by the step's weight.
-        weight = float(values.get("weight", 0))
-        means = {name: finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
-        # Facts are numbers that the host knew when the step began.
-        return found | {f"aux/{name}" if name in found else name: mean for name, mean in means.items()} | facts
