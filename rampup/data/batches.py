@@ -120,9 +120,14 @@ class StepDataset(grain.MapDataset[Any]):
         return StepRows(position, samples_S, self._read(samples_S))
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
-        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
-        rows = self._loading.rows_to_read(self._mesh, split.data_parallel_size * split.microbatch_size)
-        return local_samples(position.consumed_samples, split, rows)
+        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
+
+        Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
+        """
+        # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
+        num_rows = split.data_parallel_size * split.microbatch_size
+        starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
+        return starts[:, None] + self._loading.rows_to_read(self._mesh, num_rows)
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
@@ -146,16 +151,6 @@ class StepDataset(grain.MapDataset[Any]):
 
     def _read(self, samples: np.ndarray) -> Any:
         return read_rows(self._source, self._order.rows(samples.tolist()))
-
-
-def local_samples(consumed_samples: int, split: BatchSplit, local_rows: np.ndarray) -> np.ndarray:
-    """Return the samples that fill the given rows of every microbatch of a step, shape (n, rows).
-
-    Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
-    """
-    # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
-    starts = consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
-    return starts[:, None] + local_rows[None, :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +215,8 @@ class BatchLoader:
 
     def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
-        position = step.position
-        split = position.split if self.split_for is None else self.split_for(position)
-        position = replace(position, split=split)
+        split = step.position.split if self.split_for is None else self.split_for(step.position)
+        position = replace(step.position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
@@ -244,11 +238,7 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
-    chunk_size: int | None = None,
-    batch_axes: BatchAxes | None = None,
-    num_threads: int = 2,
-    read_ahead: int = 4,
+    **options: Any,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -262,7 +252,7 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
+        options: split_for, chunk_size, batch_axes, num_threads and read_ahead; see `BatchLoader`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -279,8 +269,6 @@ def step_batches(
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
-    options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
-    options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 

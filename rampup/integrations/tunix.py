@@ -85,10 +85,10 @@ class DataHooks(hooks.DataHooks):
     ) -> None:
         self.rows, self.plan, self.mesh = rows, plan, mesh
         self.order = {"seed": seed, "num_epochs": num_epochs}
-        self.eval_batches = eval_batches
         self._train: Iterator[Any] = iter(())
         self._next: int | None = None  # the microbatch that `_train` yields next; None before the first
-        self._eval: Iterator[Any] | None = None
+        # After the batches of each evaluation comes None.
+        self._eval = itertools.chain.from_iterable((*eval_batches, None) for _ in itertools.count())
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
         """Return the microbatch of the trainer's iteration, or None after the last one of the plan."""
@@ -104,11 +104,7 @@ class DataHooks(hooks.DataHooks):
 
     def load_next_eval_batch(self, train_ctx: Any) -> Any:  # noqa: ARG002
         """Return the next batch of an evaluation, or None after the last one."""
-        self._eval = iter(self.eval_batches) if self._eval is None else self._eval
-        batch = next(self._eval, None)
-        if batch is None:
-            self._eval = None
-        return batch
+        return next(self._eval)
 
 
 def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> DataHooks:

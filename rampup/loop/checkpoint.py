@@ -195,21 +195,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     Args:
         folder: the folder; created with the first checkpoint.
-        max_to_keep: older ones are deleted; None keeps all.
-        async_checkpointing: write in the background.
+        options: how many are kept, and whether they are written in the background.
         on_error: called with a StorageError if a checkpoint cannot be written. By default it is raised.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        max_to_keep: int | None = None,
-        async_checkpointing: bool = True,
-        on_error: Callable[[StorageError], None] | None = None,
+        self, folder: Path, options: CheckpointOptions | None = None, on_error: Callable[[StorageError], None] | None = None
     ) -> None:
-        self.folder = folder
-        self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
+        self.folder, self._options, self._on_error = folder, options or CheckpointOptions(), on_error
         self._writing: int | None = None
         self._manager = self._open()
 
@@ -257,7 +250,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self._manager.save(step, args=arguments, force=True)
 
         self._attempt(write)
-        if not self._asynchronous:
+        if not self._options.async_checkpointing:
             self.wait()
 
     def wait(self) -> None:
@@ -304,7 +297,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             barrier_sync_fn=barrier, post_finalization_callback=lambda: take_checksums() if is_primary() else None
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._max_to_keep, create=True, cleanup_tmp_directories=True, async_options=callbacks
+            max_to_keep=self._options.max_to_keep, create=True, cleanup_tmp_directories=True, async_options=callbacks
         )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 

@@ -200,7 +200,7 @@ class Loop:
             )
         for component in self.components:
             component.load(found)
-        with self._open_checkpoints() as checkpoints:
+        with Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints:
             restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
         # Report a learning rate that is not the one with which the steps before the checkpoint were trained.
         rate, step = self.metrics.learning_rate, saved.step - 1
@@ -240,7 +240,7 @@ class Loop:
         try:
             with (
                 own_run(self.folder),
-                self._open_checkpoints() as checkpoints,
+                Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
                 stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
                 contextlib.closing(
                     Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
@@ -282,14 +282,6 @@ class Loop:
             seconds=round(time.perf_counter() - began, 3),
             first_eval_loss=first_eval.get("eval_loss"),
             final_eval_loss=last_eval.get("eval_loss"),
-        )
-
-    def _open_checkpoints(self) -> Checkpoints:
-        return Checkpoints(
-            self.folder / CHECKPOINT_FOLDER,
-            max_to_keep=self.checkpoints.max_to_keep,
-            async_checkpointing=self.checkpoints.async_checkpointing,
-            on_error=self._storage_failed,
         )
 
     def _train(

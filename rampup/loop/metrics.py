@@ -117,11 +117,9 @@ class Metrics:
         position, values, compile_seconds, between = self._waiting.popleft()
         fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped", "facts", "gradient_noise") if name in values}
         # The scalars among the auxiliary sums, by their names or paths.
-        leaves = jax.tree_util.tree_leaves_with_path(values.get("aux"))
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") or "aux" for path, _ in leaves]
-        scalars = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if getattr(leaf, "ndim", 0) == 0}
-        if scalars:
-            fetched["aux"] = scalars
+        leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(values.get("aux")) if getattr(leaf, "ndim", 0) == 0]
+        if leaves:
+            fetched["aux"] = {jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf for path, leaf in leaves}
         if fetched.keys() & {"aux", "gradient_noise"}:
             fetched["weight"] = values["weight"]
         # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.

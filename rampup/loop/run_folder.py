@@ -219,21 +219,17 @@ def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes,
     """Yield (part, start, lines as `_parse` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
     for part in reversed(_parts(path)):
         with part.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
+            end, rest = file.seek(0, os.SEEK_END), b""
             while end:
                 # A part in a bucket is written again as a whole, so it is one block.
-                length = end if is_bucket(part) else TAIL_BYTES
-                while True:
-                    start = max(end - length, 0)
-                    file.seek(start)
-                    content = file.read(end - start)
-                    # The block begins with its first whole line.
-                    first = content.find(b"\n") + 1 if start else 0
-                    if not start or 0 < first < len(content):
-                        break
-                    length *= 2
-                yield part, start + first, list(_parse(content[first:].splitlines(keepends=True)))
-                end = start + first
+                start = 0 if is_bucket(part) else max(end - TAIL_BYTES, 0)
+                file.seek(start)
+                content = file.read(end - start) + rest
+                # The block begins with its first whole line. What is in front of it belongs to the next block.
+                first = (content.find(b"\n") + 1 or len(content)) if start else 0
+                rest, content, end = content[:first], content[first:], start
+                if content:
+                    yield part, start + first, list(_parse(content.splitlines(keepends=True)))
 
 
 def write_whole(file: Path, content: bytes) -> None:

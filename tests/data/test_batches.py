@@ -9,7 +9,7 @@ from helpers import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.data.batches import SampleOrder, StepDataset, local_samples, microbatches, step_batches
+from rampup.data.batches import SampleOrder, StepDataset, microbatches, step_batches
 from rampup.data.sources import ItemRows
 from rampup.errors import DataError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
@@ -49,8 +49,19 @@ def test_step_batches_starts_anywhere_with_the_same_rows(start):
     assert [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=plan.position(start))] == part
 
 
+class PartOfTheRows:
+    """A `Loading` of one of several processes, without the others."""
+
+    def __init__(self, process, count):
+        self.process, self.count = process, count
+
+    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
+        """Return the process's part of a microbatch's rows."""
+        return np.split(np.arange(num_rows), self.count)[self.process]
+
+
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_local_samples_share_the_batch_without_overlap(per_process, factors, num_processes):
+def test_processes_share_a_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
     R = per_process * num_processes
     plan = RampPlan(
@@ -61,8 +72,8 @@ def test_local_samples_share_the_batch_without_overlap(per_process, factors, num
     )
     for step in (0, 7, 39):
         position = plan.position(step)
-        rows = [np.arange(p * per_process, (p + 1) * per_process) for p in range(num_processes)]
-        parts = [local_samples(position.consumed_samples, position.split, own) for own in rows]
+        loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]
+        parts = [StepDataset(None, plan, None, None, own).samples_of(position, position.split) for own in loadings]
         assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
         assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
@@ -152,19 +163,11 @@ def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
     assert sorted(asked) == list(range(12))
 
 
-class HalfOfTheRows:
-    """A `Loading` of the second of two processes, without the first."""
-
-    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
-        """Return the second half of a microbatch's rows."""
-        return np.arange(num_rows // 2, num_rows)
-
-
 def test_split_rows_reads_only_missing_rows():
     """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
-    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, HalfOfTheRows())
+    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, PartOfTheRows(1, 2))
     step = dataset[11]
     split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
     assert split != step.position.split

@@ -20,7 +20,7 @@ from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError
 from rampup.lm.train import train
-from rampup.loop.distributed import _differences, _problem, join
+from rampup.loop.distributed import _problem, join
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
@@ -442,13 +442,6 @@ def test_processes_start_however_late_one_is(tmp_path):
     port = free_port()
     processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
     assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
-
-
-def test_differences_name_files_and_ignore_missing_facts():
-    """Of the data's files the first that differs is reported; a process that leaves a fact out agrees."""
-    facts = [{"data": {"a": "x", "b": "y", "c": "z"}}, {}, {"data": {"a": "x", "b": "Y"}}]
-    assert _differences(facts) == {"data": "data: b: y in process 0, Y in process 2, and 1 more files"}
-    assert _differences(facts[:2]) == {}
 
 
 @pytest.mark.parametrize(
