@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rampup.data.batches import SampleOrder, StepDataset, microbatches, step_batches
 from rampup.data.sources import ItemRows
-from rampup.errors import DataError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 
@@ -38,15 +37,15 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
         assert epochs[0] != epochs[1] != sorted(epochs[1])
 
 
-@pytest.mark.parametrize("start", [0, 1, 4, 5, 9, 10, 11, 12])
-def test_step_batches_starts_anywhere_with_the_same_rows(start):
-    """Batches from step N on are those of the full run from step N on."""
+def test_step_batches_starts_anywhere_with_the_same_rows():
+    """Batches from step N on, or from a position, are those of the full run from step N on."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     whole = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)]
-    part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
-    assert part == whole[start:]
-    assert [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=plan.position(start))] == part
+    for number in (0, 1, 4, 5, 9, 10, 11, 12):
+        for start in (number, plan.position(number)):
+            part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
+            assert part == whole[number:]
 
 
 class PartOfTheRows:
@@ -86,38 +85,6 @@ def test_microbatches_have_one_shape():
     assert {batch.shape for batch in seen} == {(16,)}
     assert np.concatenate(seen).tolist() == list(range(plan.consumed_samples))
     assert all(batch.sharding.is_equivalent_to(seen[0].sharding, 1) for batch in seen)
-
-
-def test_step_batches_refuses_too_few_rows_before_the_first_batch():
-    """A bounded number of epochs that cannot feed the run is refused with the number that can."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh)
-    with pytest.raises(DataError, match="num_epoch=1 of 100 rows are 100; set num_epoch=4 or -1") as caught:
-        next(step_batches(range(100), plan, mesh, num_epochs=1))
-    assert caught.value.nearest == (4, -1)
-    assert len(list(step_batches(range(100), plan, mesh, num_epochs=4))) == 12
-    with pytest.raises(DataError, match="no rows"):
-        next(step_batches([], plan, mesh))
-    with pytest.raises(DataError, match="enable_data_shuffling=false"):
-        SampleOrder(2**32, seed=0)
-
-
-def test_step_batches_names_a_row_that_cannot_be_read():
-    """An exception in a reading thread is a DataError that names the row."""
-
-    class Broken:
-        def __len__(self):
-            return 400
-
-        def __getitem__(self, row):
-            if row == 40:
-                raise OSError("disk on fire")
-            return np.int32(row)
-
-    mesh = toy.mesh_of("one")
-    batches = step_batches(Broken(), toy.plan_for(mesh), mesh)
-    with pytest.raises(DataError, match=r"row 40 .*disk on fire"):
-        list(batches)
 
 
 class CountedRows:

@@ -125,7 +125,7 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
 
 
 def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
-    """Each step once in metrics.jsonl, with the names and values that are promised; all events; and the state, which is alive."""
+    """Each step once in metrics.jsonl, with the promised names and values; all events; and the state, which is alive."""
     plan, events, losses = parts[1], [], iter([3.0, 1.0])
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=1)
