@@ -19,7 +19,6 @@ import numpy as np
 from flax import nnx
 
 from rampup.engine.accumulate import accumulate, take
-from rampup.integrations.maxtext_rules import value_of
 from rampup.plan.per_device import RampupBatchManager
 
 # What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
@@ -144,3 +143,9 @@ class RampLoader:
 
         batch = jax.tree.map(take, first, second)
         return {**batch, "targets_segmentation": jnp.where((index >= 0)[:, None], batch["targets_segmentation"], 0)}
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return a value of MaxText's configuration, and that of an enumeration as text."""
+    value = getattr(config, key)
+    return getattr(value, "value", value)
