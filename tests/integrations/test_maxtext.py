@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import grain
 import jax
 import numpy as np
 import pytest
+from helpers.processes import free_port
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, MissingDependencyError, ResumeMismatchError
@@ -214,9 +214,7 @@ def folder(tmp_path_factory):
 def train(folder, name, keys, *, own=False, devices=1, dies_at=-1, processes=1):
     """Run MaxText, and return the metrics of each step, the number of compilations of its step, and what it printed."""
     package = importlib.util.find_spec("maxtext").submodule_search_locations[0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     files = {
         "base_output_directory": folder / name,
         "metrics_file": folder / f"{name}.jsonl",
@@ -330,25 +328,3 @@ class TestRuns:
         (plan,) = re.findall(r"^from step.*?reduction to save\n", page, re.DOTALL | re.MULTILINE)
         assert plan in result.stdout
         assert "completed step: 25" in result.stderr
-
-
-class TestMaxTextsOwnRamp:
-    """What the page that compares systems says of MaxText's own ramp."""
-
-    pytestmark = needs_maxtext
-
-    def test_other_sizes_than_configured(self, folder, maxtexts):
-        """With accumulation, batches lack its factor: 16 samples are 4, and half a sample per device is none."""
-        metrics, _, _ = train(folder, "few", RAMP | sizes(4, 4, 8) | {"steps": 1}, own=True)
-        assert metrics[0]["learning/total_weights"] == sum(maxtexts[step]["learning/total_weights"] for step in (0, 1))
-        metrics, _, _ = train(folder, "none", RAMP | {"steps": 4}, own=True)
-        assert [line["learning/total_weights"] for line in metrics.values()] == [0] * 4
-        assert set(losses(metrics).values()) == {0}
-
-    def test_other_rows_after_a_resume(self, folder, maxtexts):
-        """A run of MaxText's own ramp that is killed and resumed has other losses than one that is not."""
-        keys = OWN | CHECKPOINTS
-        train(folder, "own-killed", keys, own=True, dies_at=13)
-        after, _, _ = train(folder, "own-killed", keys, own=True)
-        expected = losses(maxtexts)
-        assert any(abs(loss - expected[step]) > 1e-3 for step, loss in losses(after).items())

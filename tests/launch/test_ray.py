@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.processes import free_port
 from helpers.snippets import ROOT
 from helpers.tiny import TINY_MODEL, command_line
 
@@ -143,9 +143,7 @@ def test_the_driver_of_ray_refuses_what_some_workers_cannot_run(cluster):
 
 def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
     """One worker, two when a node comes, one when it goes: a checkpoint at the notice, and the steps of one process."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = ("--num-cpus=1", "--block", "--disable-usage-stats")
     head = ("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false")
     cluster.start("head", RAY, "start", *head, *options)

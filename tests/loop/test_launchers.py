@@ -16,11 +16,12 @@ import threading
 import time
 import types
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import jax
 import pytest
+from helpers.processes import free_port
+from helpers.snippets import ROOT
 from helpers.tiny import TINY, command_line
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster, ompi_cluster
 
@@ -201,18 +202,15 @@ def _mpi4py():
 
 def _kubernetes():
     """Return the package, whose server knows a JobSet of two pods."""
-    owner, labels = types.SimpleNamespace(kind="Job", controller=True), {"job-name": "job"}
-    pod = types.SimpleNamespace(metadata=types.SimpleNamespace(labels=labels, owner_references=[owner], name="pod"))
-    about = types.SimpleNamespace(name="job", labels={"jobset.sigs.k8s.io/jobset-name": "set"})
-    job = types.SimpleNamespace(metadata=about, spec=types.SimpleNamespace(parallelism=2))
-    pods = types.SimpleNamespace(list_namespaced_pod=lambda **_: types.SimpleNamespace(items=[pod]))
-    client = types.SimpleNamespace(
-        CoreV1Api=lambda: pods,
-        BatchV1Api=lambda: types.SimpleNamespace(read_namespaced_job=lambda **_: job),
-        exceptions=types.SimpleNamespace(ApiException=OSError),
+    module, owner = mock.MagicMock(), types.SimpleNamespace(kind="Job", controller=True)
+    pod = types.SimpleNamespace(metadata=mock.Mock(labels={"job-name": "job"}, owner_references=[owner]))
+    module.client.CoreV1Api().list_namespaced_pod.return_value.items = [pod]
+    labels = {"jobset.sigs.k8s.io/jobset-name": "set"}
+    job = types.SimpleNamespace(
+        metadata=types.SimpleNamespace(name="job", labels=labels), spec=types.SimpleNamespace(parallelism=2)
     )
-    module = types.ModuleType("kubernetes")
-    module.client, module.config = client, types.SimpleNamespace(load_incluster_config=lambda: None)
+    module.client.BatchV1Api().read_namespaced_job.return_value = job
+    module.client.exceptions.ApiException = OSError
     return module
 
 
@@ -279,7 +277,6 @@ def test_no_gpu_of_a_host_is_left_unused(variables, expected, launch):
         assert local_device_ids() == expected
 
 
-ROOT = Path(__file__).parent.parent.parent
 BASE = ROOT / "configs" / "base.yml"
 
 
@@ -347,14 +344,9 @@ def slurm(tmp_path_factory):
     needed = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc")
     if missing := [name for name in needed if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
         pytest.skip(f"{', '.join(missing)} are not installed (Debian: slurmctld slurmd slurm-client munge)")
-    folder, ports = tmp_path_factory.mktemp("slurm"), []
-    for _ in range(3):
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            ports.append(listener.getsockname()[1])
-    host = socket.gethostname().partition(".")[0]
+    folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname().partition(".")[0]
     names = {"host": host, "user": getpass.getuser(), "folder": folder}
-    names |= dict(zip(("controller", "node", "second"), ports, strict=True))
+    names |= {name: free_port() for name in ("controller", "node", "second")}
     (folder / "slurm.conf").write_text(SLURM_CONF.format(**names))
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)

@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 from dataclasses import replace
-from typing import ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,10 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
     assert found == [LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
     events.clear()
-    run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))  # as another program writes it
+    summary, _ = run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
+    assert (summary.steps, summary.first_loss) == (STEPS, None)
     assert not [event for event in events if isinstance(event, LearningRateChanged)]
 
 
@@ -179,14 +182,6 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
 
 
-def test_loop_without_checkpoints_starts_over(parts, tmp_path):
-    """A run without checkpoints starts from the beginning again, and its metrics with it."""
-    for _ in range(2):
-        summary, _ = run(parts, tmp_path, checkpoints=CheckpointOptions())
-        assert (summary.resumed_from, summary.checkpoint) == (0, None)
-        assert len(metrics_of(tmp_path)) == STEPS
-
-
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
     """In a thread, which gets no signals, `should_stop` is asked before every step; the run saves, and resumes as ever."""
     calls, done = iter(range(STEPS)), []
@@ -208,20 +203,12 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
         loss, weight, _ = toy.loss_fn(params, batch, keys)
         return loss, weight, {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
 
-    class Writer:
-        found: ClassVar = []
-
-        def write_scalars(self, step, scalars):
-            self.found.append(scalars | {"step": step})
-
-        def flush(self): ...
-
-        def close(self): ...
-
-    step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
-    metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [Writer()])
+    step, writer = train_step(loss_fn, optax.sgd(0.1), plan, mesh), mock.Mock()
+    metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [writer])
     run_own((mesh, plan, step), tmp_path, metrics=metrics)
-    for line, scalars in zip(read_lines(tmp_path / "metrics.jsonl"), Writer.found, strict=True):
+    for line, call in zip(read_lines(tmp_path / "metrics.jsonl"), writer.write_scalars.call_args_list, strict=True):
+        number, scalars = call.args
+        assert number == line["step"]
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
         assert line["nested/loss"] == pytest.approx(line["loss"])
@@ -256,8 +243,8 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
         (RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
     ],
 )
-def test_a_stop_says_that_nothing_is_saved(parts, tmp_path, kind, options, words):
-    """Without checkpoints, no command is offered that would start over; before the first step there is nothing."""
+def test_a_stopped_run_without_a_checkpoint_starts_over(parts, tmp_path, kind, options, words):
+    """The stop says that nothing is saved, and the next start begins again, and its metrics with it."""
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=100)
 
@@ -268,15 +255,9 @@ def test_a_stop_says_that_nothing_is_saved(parts, tmp_path, kind, options, words
 
     run_own(parts, tmp_path, on_event=on_event, **options)
     assert words in console.file.getvalue()
-
-
-def test_metrics_that_other_programs_wrote_do_not_end_a_run(parts, tmp_path):
-    """The first line may lack a loss; the summary of a run that has trained is printed all the same."""
-    run(parts, tmp_path, stop_after=8)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))
-    summary, _ = run(parts, tmp_path)
-    assert (summary.steps, summary.first_loss) == (STEPS, None)
+    summary, _ = run(parts, tmp_path, **options)
+    assert (summary.resumed_from, summary.checkpoint is None) == (0, bool(options))
+    assert len(metrics_of(tmp_path)) == STEPS
 
 
 def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):

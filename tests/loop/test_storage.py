@@ -3,11 +3,11 @@
 import json
 import socket
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import fake_bucket
+from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
 from rampup import load_config
@@ -22,13 +22,6 @@ from rampup.loop.lock import LOCK_FILE, own_run
 from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
 from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
-
-TINY = [
-    *("checkpoint_period=2", "base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2", "base_mlp_dim=16"),
-    *("max_target_length=16", "per_device_batch_size=1", "enable_rampup_batch_size=false", "dataset_type=synthetic"),
-    *("eval_interval=-1", "jax_cache_dir=null"),
-]
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -173,8 +166,9 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
     """
 
     def run(base, steps):
-        keys = [*TINY, f"base_output_directory={base}", "run_name=demo", f"steps={steps}", "learning_rate_schedule_steps=5"]
-        return train(load_config(CONFIGS / "base.yml", keys))
+        keys = {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic", "steps": steps}
+        keys |= {"base_output_directory": base, "run_name": "demo", "checkpoint_period": 2, "learning_rate_schedule_steps": 5}
+        return train(load_config("base", command_line(TINY_MODEL | keys)))
 
     summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
