@@ -14,7 +14,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -34,8 +34,6 @@ from rampup.plan.split import BatchSplit
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SampleOrder:
@@ -340,12 +338,7 @@ def stream_batches(
         yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
-def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
-    return functools.wraps(other, assigned=())
-
-
-@_takes_parameters_of(step_batches)
+@functools.wraps(step_batches, assigned=())  # which shows its signature
 def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 
