@@ -15,7 +15,7 @@ from rampup import Config, build_plan
 from rampup.data import files
 from rampup.data.batches import SampleOrder, step_batches
 from rampup.data.files import fingerprints
-from rampup.data.sources import files_of
+from rampup.data.sources import ItemRows, files_of
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
 
@@ -31,22 +31,18 @@ def tokens(tmp_path):
     return folder
 
 
-class Rows:
-    """A source whose rows go wrong in one way or another."""
+class Rows(ItemRows):
+    """Rows of which one cannot be read."""
 
-    def __init__(self, bad=None, error=None, read=None):
-        self.rows, self.bad, self.error, self.own_read = toy_run.rows(), bad, error, read
-
-    def __len__(self):
-        return len(self.rows)
+    def __init__(self, bad=None, error=None):
+        super().__init__(toy_run.rows())
+        self.bad, self.error = bad, error
 
     def read(self, rows):
-        """Return the rows, unless the bad one is among them."""
-        if self.own_read:
-            return self.own_read(rows)
-        if self.error and self.bad in rows.tolist():
-            raise self.error  # as storage fails
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *(self.rows[row] for row in rows))
+        """Return the rows, or fail as storage does."""
+        if self.bad in rows.tolist():
+            raise self.error
+        return super().read(rows)
 
     def describe(self, row):
         """Name the row."""
@@ -75,10 +71,11 @@ def test_a_source_that_gives_another_number_of_rows_is_refused(given):
             raise MemoryError("too many")
         return np.zeros((given or len(rows) * (given is None), 3))
 
-    mesh, plan, _ = toy_run.parts()
+    (mesh, plan, _), source = toy_run.parts(), Rows()
+    source.read = read
     words = "cannot be read together: MemoryError" if given is None else "16 rows were requested, from shard 0 row 0 on"
     with pytest.raises(DataError, match=words):
-        next(step_batches(Rows(read=read), plan, mesh))
+        next(step_batches(source, plan, mesh))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
