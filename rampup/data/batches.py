@@ -115,7 +115,7 @@ class StepDataset(grain.MapDataset[Any]):
             return self.slice(index)
         position = self._plan.position(index)
         samples_S = self.samples_of(position, position.split).ravel()
-        return StepRows(position, samples_S, self._read(samples_S))
+        return StepRows(position, samples_S, read_rows(self._source, self._order.rows(samples_S.tolist())))
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
@@ -138,7 +138,8 @@ class StepDataset(grain.MapDataset[Any]):
         if split != step.position.split:
             wanted_S = self.samples_of(step.position, split).ravel()
             if len(missing := np.setdiff1d(wanted_S, samples_S)):
-                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, self._read(missing))
+                more = read_rows(self._source, self._order.rows(missing.tolist()))
+                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
                 samples_S = np.concatenate([samples_S, missing])
             if not np.array_equal(wanted_S, samples_S):
                 # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
@@ -146,9 +147,6 @@ class StepDataset(grain.MapDataset[Any]):
                 place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
                 rows = jax.tree.map(lambda x: x[place_S], rows)
         return jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
-
-    def _read(self, samples: np.ndarray) -> Any:
-        return read_rows(self._source, self._order.rows(samples.tolist()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,11 +146,6 @@ class NoiseAverages(Component):
         self.half_life_samples = half_life_samples
         self.scales: dict[str, NoiseScale] = {"": NoiseScale(half_life_samples=half_life_samples)}
 
-    @property
-    def lower_end(self) -> float | None:
-        """Lower end of the noise scale's interval in samples, in the Euclidean geometry."""
-        return self.scales[""].in_samples.low
-
     def state(self) -> dict[str, Any]:
         """See `Component`."""
         return {GRADIENT_NOISE: {prefix: scale.state for prefix, scale in self.scales.items()}}
@@ -201,12 +196,12 @@ class AutoBatch(Component):
         auto, step, sample = self.schedule, line["step"] + 1, line["consumed_samples"]
         if not auto.is_due(step):
             return {}
-        before = auto.size
-        auto.decide(step=step, sample=sample, noise_scale=self.noise.lower_end)
+        before, noise = auto.size, self.noise.scales[""].in_samples
+        auto.decide(step=step, sample=sample, noise_scale=noise.low)
         if jax.process_count() > 1:
             # All compute the same averages; process 0 decides, in case rounding differs.
             auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
-        outlook = auto.outlook(step=step, sample=sample, noise=self.noise.scales[""].in_samples)
+        outlook = auto.outlook(step=step, sample=sample, noise=noise)
         self.on_event(BatchSizeDecided(step=step - 1, changed=auto.size != before, outlook=outlook))
         return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": auto.size}
 

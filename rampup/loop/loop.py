@@ -385,11 +385,9 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
         with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
             threading.Thread(target=on_request, daemon=True).start()
 
-    try:
+    with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, request)
-    except ValueError:
-        pass  # Only the main thread may handle signals.
     try:
         yield lambda: requested
     finally:

@@ -198,18 +198,16 @@ class Metrics:
         if self._skipped:
             self._on_event(StepSkipped(step=position.step, in_a_row=len(self._skipped)))
         if self._skipped and len(self._skipped) == self._options.skip_nonfinite:
-            steps = [line["step"] for line in self._skipped]
-            found = []
+            steps, found = [line["step"] for line in self._skipped], []
             for line in self._skipped[-NAMED_ROWS:]:
                 rows, end = self._options.describe_rows(line["step"]), line["consumed_samples"]
                 more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
                 samples = f"  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
                 found.append(samples + (f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""))
-            rows_used = "\n".join(found)
             raise NonFiniteError(
                 f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite, {len(steps)} in a row: "
                 f"skip_nonfinite={len(steps)} stops there; none of them changed the parameters, and the checkpoints stay. The "
-                f"rows they used:\n{rows_used}",
+                + "\n".join(["rows they used:", *found]),
                 steps=steps,
                 key="skip_nonfinite",
             )
