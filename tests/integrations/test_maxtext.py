@@ -327,3 +327,25 @@ class TestRuns:
         (plan,) = re.findall(r"^from step.*?reduction to save\n", page, re.DOTALL | re.MULTILINE)
         assert plan in result.stdout
         assert "completed step: 25" in result.stderr
+
+
+class TestMaxTextsOwnRamp:
+    """What the page that compares systems says of MaxText's own ramp."""
+
+    pytestmark = needs_maxtext
+
+    def test_other_sizes_than_configured(self, folder, maxtexts):
+        """With accumulation, batches lack its factor: 16 samples are 4, and half a sample per device is none."""
+        metrics, _, _ = train(folder, "few", RAMP | sizes(4, 4, 8) | {"steps": 1}, own=True)
+        assert metrics[0]["learning/total_weights"] == sum(maxtexts[step]["learning/total_weights"] for step in (0, 1))
+        metrics, _, _ = train(folder, "none", RAMP | {"steps": 4}, own=True)
+        assert [line["learning/total_weights"] for line in metrics.values()] == [0] * 4
+        assert set(losses(metrics).values()) == {0}
+
+    def test_other_rows_after_a_resume(self, folder, maxtexts):
+        """A run of MaxText's own ramp that is killed and resumed has other losses than one that is not."""
+        keys = OWN | CHECKPOINTS
+        train(folder, "own-killed", keys, own=True, dies_at=13)
+        after, _, _ = train(folder, "own-killed", keys, own=True)
+        expected = losses(maxtexts)
+        assert any(abs(loss - expected[step]) > 1e-3 for step, loss in losses(after).items())
