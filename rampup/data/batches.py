@@ -14,7 +14,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import grain
 import jax
@@ -34,6 +34,8 @@ from rampup.plan.split import BatchSplit
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SampleOrder:
@@ -234,7 +236,11 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    **options: Any,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+    batch_axes: BatchAxes | None = None,
+    num_threads: int = 2,
+    read_ahead: int = 4,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -248,7 +254,7 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        options: split_for, chunk_size, batch_axes, num_threads and read_ahead; see `BatchLoader`.
+        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -265,6 +271,8 @@ def step_batches(
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
+    options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
+    options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 
@@ -336,7 +344,12 @@ def stream_batches(
         yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
-@functools.wraps(step_batches, assigned=())  # which shows its signature
+def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
+    return functools.wraps(other, assigned=())
+
+
+@_takes_parameters_of(step_batches)
 def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 
