@@ -117,12 +117,17 @@ class StepDataset(grain.MapDataset[Any]):
             return self.slice(index)
         position = self._plan.position(index)
         samples_S = self.samples_of(position, position.split).ravel()
-        return StepRows(position, samples_S, self._read(samples_S))
+        return StepRows(position, samples_S, read_rows(self._source, self._order.rows(samples_S.tolist())))
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
-        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
-        rows = self._loading.rows_to_read(self._mesh, split.data_parallel_size * split.microbatch_size)
-        return local_samples(position.consumed_samples, split, rows)
+        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
+
+        Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
+        """
+        # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
+        num_rows = split.data_parallel_size * split.microbatch_size
+        starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
+        return starts[:, None] + self._loading.rows_to_read(self._mesh, num_rows)
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
@@ -135,7 +140,8 @@ class StepDataset(grain.MapDataset[Any]):
         if split != step.position.split:
             wanted_S = self.samples_of(step.position, split).ravel()
             if len(missing := np.setdiff1d(wanted_S, samples_S)):
-                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, self._read(missing))
+                more = read_rows(self._source, self._order.rows(missing.tolist()))
+                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
                 samples_S = np.concatenate([samples_S, missing])
             if not np.array_equal(wanted_S, samples_S):
                 # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
@@ -143,19 +149,6 @@ class StepDataset(grain.MapDataset[Any]):
                 place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
                 rows = jax.tree.map(lambda x: x[place_S], rows)
         return jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
-
-    def _read(self, samples: np.ndarray) -> Any:
-        return read_rows(self._source, self._order.rows(samples.tolist()))
-
-
-def local_samples(consumed_samples: int, split: BatchSplit, local_rows: np.ndarray) -> np.ndarray:
-    """Return the samples that fill the given rows of every microbatch of a step, shape (n, rows).
-
-    Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
-    """
-    # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
-    starts = consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
-    return starts[:, None] + local_rows[None, :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +213,8 @@ class BatchLoader:
 
     def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
-        position = step.position
-        split = position.split if self.split_for is None else self.split_for(position)
-        position = replace(position, split=split)
+        split = step.position.split if self.split_for is None else self.split_for(step.position)
+        position = replace(step.position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}

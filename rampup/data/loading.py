@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +76,12 @@ class Loading:
 
 
 class PlaceholderRows:
-    """A source for a process that does not read: as many rows as the real source, all zero."""
+    """A source for a process that does not read: as many rows as the real source, all zero.
 
-    def __init__(self, number: int, row: Any) -> None:
+    `row` maps the names of a row's arrays to their shape and type.
+    """
+
+    def __init__(self, number: int, row: Mapping[str, tuple[Sequence[int], str]]) -> None:
         self._number, self._row = number, row
 
     def __len__(self) -> int:
@@ -86,7 +89,7 @@ class PlaceholderRows:
 
     def read(self, rows: np.ndarray) -> Any:
         """Return zeros."""
-        return jax.tree.map(lambda x: np.zeros((len(rows), *x.shape), x.dtype), self._row)
+        return {name: np.zeros((len(rows), *shape), dtype) for name, (shape, dtype) in self._row.items()}
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
@@ -105,9 +108,4 @@ def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...
     ]
     # The others need the number of rows, for the order of samples, and the shapes, for the arrays that they take part in.
     described = json.loads(broadcast_from_process0("sources", json.dumps(own)))
-    if loading.reads:
-        return opened
-    return tuple(
-        PlaceholderRows(fact["number"], {name: np.zeros(shape, dtype) for name, (shape, dtype) in fact["row"].items()})
-        for fact in described
-    )
+    return opened if loading.reads else tuple(PlaceholderRows(**facts) for facts in described)

@@ -32,7 +32,7 @@ class RowSource(Protocol):
         ...
 
 
-class _Tokens:
+class _Tokens(RowSource):
     """Rows of at most T + 1 tokens, of which `_row` returns one by its number."""
 
     def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
@@ -40,10 +40,6 @@ class _Tokens:
         self._length, self._vocab_size = sequence_length, vocab_size
 
     def _row(self, row: int) -> np.ndarray:
-        raise NotImplementedError
-
-    def describe(self, row: int) -> str:
-        """Return where a row comes from."""
         raise NotImplementedError
 
     def read(self, rows: np.ndarray) -> Rows:

@@ -3,22 +3,34 @@
 MaxText's own `main` runs, with MaxText's own keys. `install` replaces three of its names: the manager of the ramp, the loader
 of batches, and the function that accumulates gradients. Every batch has the shape of the final one. Rows that a batch does not
 have are padding without targets, and microbatches of nothing but padding are not run.
+
+Two designs with one result take the place of MaxText's `gradient_accumulation_loss_and_grad`. They read the number of
+microbatches from the batch, as a traced number, so one executable serves every batch size: it ends with the last microbatch
+that has a target.
+
+Shape suffixes: K microbatches, R rows of one.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import json
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from flax import nnx
 from rich.console import Console
 
-from rampup.errors import ConfigError, MissingDependencyError, RampupError, raise_together
-from rampup.integrations.maxtext_rules import check_record, choose_design, problems
-from rampup.integrations.maxtext_step import RampLoader, accumulated_gradients, loop_gradients
+from rampup.engine.accumulate import accumulate, take
+from rampup.errors import ConfigError, MissingDependencyError, RampupError, ResumeMismatchError, raise_together
 from rampup.plan.per_device import RampupBatchManager
 from rampup.plan.ramp import BatchRamp
 from rampup.show.console import MAX_PHASES, make_table
@@ -35,6 +47,40 @@ NAMES = {
     ("maxtext.common.data_loader", "DataLoader"): "config mesh data_iterator goodput_recorder",
     ("maxtext.common.checkpointing", "latest_step"): "checkpoint_manager",
 }
+# Keys that a ramp in one executable needs as they are here, with the reason.
+NEEDED = {
+    "enable_diloco": (False, "its batches have an axis of replicas"),
+    "ici_pipeline_parallelism": (1, "MaxText's pipeline splits a batch into microbatches of its own"),
+    "dcn_pipeline_parallelism": (1, "MaxText's pipeline splits a batch into microbatches of its own"),
+    "use_tunix_gradient_accumulation": (False, "it divides each microbatch by its own tokens, also one without any"),
+    "training_objective": ("causal_lm", "other objectives have masks of their own"),
+    "te_moe_block": (False, "it takes the smallest capacity of all microbatches, also of those that do not run"),
+    "expansion_factor_real_data": (-1, "the position of loaders that some hosts do not have is saved elsewhere"),
+    "colocated_python_data_input": (False, "the position of remote loaders is saved elsewhere"),
+    "elastic_enabled": (False, "its batches follow the devices that are alive"),
+    "load_full_state_path": ("", "the place in the ramp follows from the checkpoints of the run itself"),
+}
+# Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and `fsdp` as the only axes, too.
+ACCUMULATED = {
+    "shard_mode": "auto",
+    "attention": "dot_product",
+    "shard_optimizer_over_data": False,
+    "num_experts": 1,
+    "mtp_num_layers": 0,
+    "use_indexer": False,
+    "num_vocab_tiling": 1,
+    "quantization": "",
+    "dropout_rate": 0.0,
+    "use_multimodal": False,
+    "use_qk_clip": False,
+    "record_internal_nn_metrics": 0,
+    "parameter_memory_host_offload": False,
+    "z_loss_multiplier": 0.0,
+}
+AUXILIARY = {"num_experts": 1, "mtp_num_layers": 0, "use_indexer": False}
+# What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
+LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")
+MEANS = (*LOSSES, "moe_max_load_ratio_mean")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -114,6 +160,70 @@ def install() -> Any:
     return train
 
 
+def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
+    """Yield what a ramp in one executable does not have."""
+    K, B = config.gradient_accumulation_steps, ramp.sizes[-1]
+    if K < 2 or B % K:
+        fitting = next(n for n in range(2, B + 1) if B % n == 0)
+        yield ConfigError(
+            f"gradient_accumulation_steps={K} is the number of microbatches of the final batch of {B} samples, but a ramp in "
+            "one executable needs 2 or more, of whole samples: a batch runs as many as it fills; set "
+            f"gradient_accumulation_steps={fitting}, and the sizes per device so that the batches stay",
+            key="gradient_accumulation_steps",
+            nearest=(fitting,),
+        )
+        return
+    for key, (needed, why) in NEEDED.items():
+        if (value := value_of(config, key)) != needed:
+            setting = f"{key}={str(needed).lower()}"
+            yield ConfigError(f"{key}={value} excludes a ramp: {why}; set {setting}", key=key, nearest=(needed,))
+    partial = [size for size in ramp.sizes if size % (B // K)]
+    for key, needed in AUXILIARY.items():
+        if partial and (value := value_of(config, key)) != needed:
+            yield ConfigError(
+                f"with {key}={value}, every batch must be a multiple of the microbatch of {B // K} samples, as padding would "
+                f"count in the auxiliary loss; the ramp has {partial[0]}",
+                key="per_device_batch_size_increment",
+            )
+
+
+def check_record(config: Any, manager: RampupBatchManager) -> None:
+    """Keep the ramp beside the checkpoints of a new run, and refuse those of another ramp: the rows that they used differ."""
+    if not config.enable_checkpointing:
+        return
+    file = epath.Path(config.checkpoint_dir).parent / "rampup.json"
+    record = {"global_batch_size_to_load": config.global_batch_size_to_load, "ramp": manager.ramp.to_rows()}
+    if manager.step == 0:
+        if jax.process_index() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(record))
+        return
+    here = f"{config.checkpoint_dir} has checkpoints after {manager.step} steps"
+    if not file.exists():
+        raise ResumeMismatchError(f"{here}, but no ramp of rampup beside them; start the ramp with another run_name")
+    before = json.loads(file.read_text())
+    if before != record:
+        raise ResumeMismatchError(
+            f"{here}, of a run that loads {before['global_batch_size_to_load']} rows at once with another ramp; here "
+            f"{config.global_batch_size_to_load} are loaded:\n{manager.ramp.differences(before['ramp'])}"
+        )
+
+
+def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
+    """Return the design of the gradients, `loop` or `accumulate`, and why."""
+    others = [name for name, size in mesh.shape.items() if size > 1 and name not in ("data", "fsdp")]
+    keys = [
+        f"{key}={value_of(config, key)}" for key, needed in ACCUMULATED.items() if (value_of(config, key) or needed) != needed
+    ]
+    if mesh.shape.get("data", 1) == 1:
+        return "loop", "the data axis has one device, so there is no reduction to save"
+    if config.global_batch_size_to_load != config.global_batch_size_to_train_on:
+        keys.append(f"per_device_batch_size={config.per_device_batch_size}")
+    if others or keys:
+        return "loop", f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs MaxText's own accumulation"
+    return "accumulate", "it reduces the gradients over the data axis once per step, not once per microbatch"
+
+
 def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     """Print the phases of the ramp, and the design with its reason."""
     console, micro = Console(), ramp.sizes[-1] // config.gradient_accumulation_steps
@@ -131,6 +241,131 @@ def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     if config.enable_checkpointing and config.dataset_type != "synthetic" and (local or config.dataset_type != "grain"):
         kind = "these checkpoints" if local else f"dataset_type={config.dataset_type}"
         console.print(f"rampup: MaxText saves no position in the data with {kind}: a resume begins with the first rows again")
+
+
+def loop_gradients(maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *args: Any) -> tuple[Any, Any, Any]:
+    """Return loss, aux and gradients by MaxText's own function, whose scan ends after the last microbatch with a target."""
+    number = jnp.int32(0)
+
+    def scan(body: Any, init: Any, batch_KR: Any, length: int) -> tuple[Any, Any]:
+        """Return what `jax.lax.scan` does if microbatches without a target change nothing and have results of 0."""
+        nonlocal number
+        number = num_microbatches(batch_KR)
+        carry, results = jax.eval_shape(lambda: body(dict(init), take(batch_KR, 0)))
+        # The Python numbers among the sums take the types that they have after the first microbatch.
+        sums = jax.tree.map(lambda x, s: x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype), dict(init), dict(carry))
+        zeros = jax.tree.map(lambda s: jnp.zeros((length, *s.shape), s.dtype), results)
+
+        def run(i: jax.Array, state: Any) -> Any:
+            sums, found = state
+            sums, new = body(dict(sums), take(batch_KR, i))
+            return sums, jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, i, 0), found, new)
+
+        return jax.lax.fori_loop(0, number, run, (sums, zeros))  # type: ignore[no-any-return]
+
+    # MaxText's own code, in which `jax.lax.scan` is the function above. Its module stays as it is.
+    lax = types.SimpleNamespace(**{**vars(jax.lax), "scan": scan})
+    own = types.SimpleNamespace(**{**vars(jax), "lax": lax})
+    loss, aux, grads = types.FunctionType(maxtexts.__code__, {**maxtexts.__globals__, "jax": own})(loss_fn, config, *args)
+    ratio = config.gradient_accumulation_steps / jnp.maximum(number, 1)
+    loss += (ratio - 1) * sum(aux[name] for name in LOSSES)
+    return loss, {name: value * ratio if name in MEANS else value for name, value in aux.items()}, grads
+
+
+def accumulated_gradients(
+    loss_fn: Any, config: Any, model: Any, params: Any, params_shardings: Any, data: Any, dropout_rng: Any
+) -> tuple[Any, Any, Any]:
+    """Return loss, aux and gradients by `rampup.accumulate`: summed in float32, and reduced over the data axis once."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    K = config.gradient_accumulation_steps
+    # As MaxText does: row i of microbatch j is row i * K + j of the batch.
+    batch_KR = jax.tree.map(lambda x: x.reshape(-1, K, *x.shape[1:]).swapaxes(0, 1), data)
+
+    def sums(params: Any, batch_R: Any, keys_R: Any, rest: Any) -> tuple[Any, ...]:
+        local = nnx.merge(graphdef, params, rest, copy=True)
+        loss, aux = loss_fn(local, config, dict(batch_R), None, None, is_train=True)
+        _, _, rest = nnx.split(local, nnx.Param, ...)
+        # What the model has sown is of a microbatch; nothing that this design allows reads it.
+        aux = {**aux, "intermediate_outputs": {}, "has_moe_overflow": jnp.int32(aux["has_moe_overflow"])}
+        return loss, aux["total_weights"], aux, rest
+
+    number, mesh = num_microbatches(batch_KR), model.mesh
+    found = accumulate(sums, params, batch_KR, number, mesh=mesh, param_shardings=params_shardings, mutable=rest)
+    nnx.update(model, found.mutable)
+    aux = {**found.aux, "has_moe_overflow": found.aux["has_moe_overflow"] > 0}
+    return aux["xent_sum"] / jnp.maximum(found.weight, 1), aux, found.mean_grads(params)
+
+
+def num_microbatches(batch_KR: Any) -> jax.Array:
+    """Return the number of microbatches up to the last one with a target."""
+    has_target = jnp.any(batch_KR["targets_segmentation"] != 0, axis=(1, 2))
+    return jnp.max(jnp.where(has_target, jnp.arange(1, has_target.size + 1, dtype=jnp.int32), 0))
+
+
+class RampLoader:
+    """Cuts the rows of MaxText's loader into the batches of a ramp, in a buffer of the final shape, and loses none.
+
+    A checkpoint of MaxText has the state of its Grain iterator, after whole loaded batches. While rows of one are left,
+    the state that is saved is the one before it; after a resume, its used rows are skipped.
+    """
+
+    def __init__(self, own: Any, config: Any, manager: RampupBatchManager) -> None:
+        self.own, self.config, self.manager = own, config, manager
+        self.input_data_shardings = own.input_data_shardings
+        self.size, self.loaded = manager.global_batch_size_end, config.global_batch_size_to_load
+        self.held: Any = None  # a loaded batch of which rows are left
+        self.skip = manager.total_used_samples % self.size  # its rows that are used
+        self.before: Any = None  # the iterator's state before it
+        # Reordered batches come from an iterator around the one that is saved.
+        iterator = getattr(own.data_iterator, "data_iterator", own.data_iterator)
+        source = getattr(iterator, "local_iterator", None)
+        self.state_now: Callable[[], Any] | None = getattr(source, "get_state", None)
+        if self.state_now is not None:
+            source.get_state = lambda: self.state_now() if self.held is None else self.before
+        self.fill = jax.jit(self._fill, out_shardings=own.input_data_shardings)
+
+    def load_next_batch(self, rampup_manager: Any = None) -> Any:  # noqa: ARG002 - MaxText gives its manager
+        """Return the next batch, and count it."""
+        wanted, first = self.manager.global_batch_size_current, self.held
+        first = self._load() if first is None else first
+        second = self._load() if self.skip + wanted > self.size else first
+        if wanted == self.size and self.skip == 0:
+            batch = jax.device_put(first, self.input_data_shardings)
+        else:
+            # Only the first `size` of the rows that MaxText loads are to be trained on.
+            rows = self.skip + np.arange(wanted)
+            rows += (rows >= self.size) * (self.loaded - self.size)
+            # MaxText takes row i * K + j of a batch as row i of microbatch j.
+            K = self.config.gradient_accumulation_steps
+            j, i = np.divmod(np.arange(wanted), self.size // K)
+            index = np.full(self.loaded, -1, np.int32)
+            index[i * K + j] = rows
+            batch = self.fill(first, second, index)
+        self.skip = (self.skip + wanted) % self.size
+        self.held = second if self.skip else None
+        self.manager.update()
+        return batch
+
+    def _load(self) -> Any:
+        if self.state_now is not None:
+            self.before = copy.deepcopy(self.state_now())
+        return self.own.load_next_batch_pre_sharding()
+
+    def _fill(self, first: Any, second: Any, index: jax.Array) -> Any:
+        # With explicit axes, a gather has to say where its result is.
+        where = {"out_sharding": self.input_data_shardings} if value_of(self.config, "shard_mode") == "explicit" else {}
+
+        def take(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.concatenate([a, b]).at[jnp.maximum(index, 0)].get(**where)  # type: ignore[no-any-return]
+
+        batch = jax.tree.map(take, first, second)
+        return {**batch, "targets_segmentation": jnp.where((index >= 0)[:, None], batch["targets_segmentation"], 0)}
+
+
+def value_of(config: Any, key: str) -> Any:
+    """Return a value of MaxText's configuration, and that of an enumeration as text."""
+    value = getattr(config, key)
+    return getattr(value, "value", value)
 
 
 if __name__ == "__main__":

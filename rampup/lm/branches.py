@@ -48,6 +48,7 @@ from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order
 from rampup.loop.checkpoint import (
     CHECKSUMS_FILE,
+    CheckpointOptions,
     Checkpoints,
     checkpoint_steps,
     damage,
@@ -434,7 +435,7 @@ def _train_branches(
     if isinstance(start.opt_state, optax.MultiStepsState):
         start = replace(start, opt_state=start.opt_state.inner_opt_state)
     with (
-        Checkpoints(work / CHECKPOINT_FOLDER, max_to_keep=1) as checkpoints,
+        Checkpoints(work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)) as checkpoints,
         stop_requests(lambda: report("stopping after this step; the same command resumes")) as stop_requested,
     ):
         for number in missing:

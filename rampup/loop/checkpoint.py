@@ -16,7 +16,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,29 +91,33 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         ResumeMismatchError: every checkpoint is damaged, or the newest intact one has a record of another version of rampup.
     """
     # Every process must resume from the same step, and their file systems may not show the same files at the same time.
-    number, step, content, problems = next(_question_numbers), None, "", {}
+    number, count, problems = next(_question_numbers), jax.process_count(), dict[int, str]()
     steps = checkpoint_steps(folder) if is_primary() else ()
-    for candidate in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
+    for step in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
+        path, name = folder / str(step), f"damage{number}-{step}"
         checked = is_primary() or not is_bucket(folder)
-        problem = damage(folder / str(candidate), jax.process_index(), jax.process_count()) if checked else None
-        problem = _first_problem(f"damage{number}-{candidate}", problem or "")
+        problem = (damage(path, jax.process_index(), count) if checked else None) or ""
+        if count > 1:
+            # The first problem that a process has found is that of all.
+            kv_store().key_value_set(f"{FOLDER}/{name}/{jax.process_index()}", problem)
+            if is_primary():
+                keys = [f"{FOLDER}/{name}/{process}" for process in range(count)]
+                found = [kv_store().blocking_key_value_get(key, 1000 * _CHECK_SECONDS) for key in keys]
+                problem = next(filter(None, found), "")
+        problem = broadcast_from_process0(name, problem, timeout=_CHECK_SECONDS)
         if not problem:
-            step = candidate
-            break
-        problems[candidate] = problem
-    if is_primary() and step is not None:
-        content = (folder / str(step) / RECORD_FILE).read_text(encoding="utf-8")
-    content = broadcast_from_process0(f"checkpoint{number}", content)
-    if step is None:
-        if problems:
-            lines = "\n".join(f"  {folder / str(number)}: {problem}" for number, problem in problems.items())
-            raise ResumeMismatchError(
-                f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
-                "restore one from a copy, or give the run another run_name to start from the beginning",
-                key="run_name",
-            )
-        return None
-    return SavedCheckpoint(step=step, record=read_record(folder / str(step), content), damaged=problems)
+            content = (path / RECORD_FILE).read_text(encoding="utf-8") if is_primary() else ""
+            content = broadcast_from_process0(f"checkpoint{number}", content)
+            return SavedCheckpoint(step=step, record=read_record(path, content), damaged=problems)
+        problems[step] = problem
+    if problems:
+        lines = "\n".join(f"  {folder / str(step)}: {problem}" for step, problem in problems.items())
+        raise ResumeMismatchError(
+            f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
+            "restore one from a copy, or give the run another run_name to start from the beginning",
+            key="run_name",
+        )
+    return None
 
 
 def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, Any]:
@@ -128,17 +132,6 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
     if record.get("step") != int(checkpoint.name):
         raise ResumeMismatchError(f"the record of {checkpoint} is of step {record.get('step')!r:.100}")
     return record
-
-
-def _first_problem(name: str, problem: str) -> str:
-    """Return the first problem that a process has found, in every process; "" if none has."""
-    if jax.process_count() > 1:
-        folder = f"{FOLDER}/{name}"
-        kv_store().key_value_set(f"{folder}/{jax.process_index()}", problem)
-        if is_primary():
-            keys = [f"{folder}/{n}" for n in range(jax.process_count())]
-            problem = next(filter(None, [kv_store().blocking_key_value_get(key, 1000 * _CHECK_SECONDS) for key in keys]), "")
-    return broadcast_from_process0(name, problem, timeout=_CHECK_SECONDS)
 
 
 def read_state(folder: Path, step: int, state: Any) -> Any:
@@ -202,21 +195,14 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     Args:
         folder: the folder; created with the first checkpoint.
-        max_to_keep: older ones are deleted; None keeps all.
-        async_checkpointing: write in the background.
+        options: how many are kept, and whether they are written in the background.
         on_error: called with a StorageError if a checkpoint cannot be written. By default it is raised.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        max_to_keep: int | None = None,
-        async_checkpointing: bool = True,
-        on_error: Callable[[StorageError], None] | None = None,
+        self, folder: Path, options: CheckpointOptions | None = None, on_error: Callable[[StorageError], None] | None = None
     ) -> None:
-        self.folder = folder
-        self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
+        self.folder, self._options, self._on_error = folder, options or CheckpointOptions(), on_error
         self._writing: int | None = None
         self._manager = self._open()
 
@@ -264,7 +250,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self._manager.save(step, args=arguments, force=True)
 
         self._attempt(write)
-        if not self._asynchronous:
+        if not self._options.async_checkpointing:
             self.wait()
 
     def wait(self) -> None:
@@ -296,29 +282,28 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return restored
 
     def _open(self) -> ocp.CheckpointManager:
+        def take_checksums() -> None:
+            for unfinished in self._unfinished(self._writing):
+                write_checksums(unfinished, process=jax.process_index())
+
+        def barrier(*, key: str, timeout_ms: int) -> None:
+            # Other processes have the checksums of the files that they have written before process 0 completes them.
+            if _WRITTEN in key and not is_primary():
+                take_checksums()
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+        # Orbax calls the second one when all files of a checkpoint are written, before it renames the folder.
+        callbacks = ocp.AsyncOptions(
+            barrier_sync_fn=barrier, post_finalization_callback=lambda: take_checksums() if is_primary() else None
+        )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._max_to_keep,
-            create=True,
-            cleanup_tmp_directories=True,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier, post_finalization_callback=self._seal),
+            max_to_keep=self._options.max_to_keep, create=True, cleanup_tmp_directories=True, async_options=callbacks
         )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
-    def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Wait for the other processes, after the checksums of the files that this one has written."""
-        if _WRITTEN in key and not is_primary():
-            self._take_checksums()
-        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-    def _seal(self) -> None:
-        """Complete the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
-        if is_primary():
-            self._take_checksums()
-
-    def _take_checksums(self) -> None:
+    def _unfinished(self, step: int | None) -> Iterable[Path]:
         # Orbax writes into a folder with the step's number and a suffix that depends on its version.
-        for unfinished in () if is_bucket(self.folder) else self.folder.glob(f"{self._writing}.*"):
-            write_checksums(unfinished, process=jax.process_index())
+        return () if is_bucket(self.folder) else self.folder.glob(f"{step}.*")
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
@@ -328,9 +313,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
             with contextlib.suppress(Exception):
                 self._manager.close()
-            if is_primary():
-                for unfinished in () if is_bucket(self.folder) else self.folder.glob(f"{step}.*"):
-                    shutil.rmtree(unfinished, ignore_errors=True)
+            for unfinished in self._unfinished(step) if is_primary() else ():
+                shutil.rmtree(unfinished, ignore_errors=True)
             self._manager = self._open()
             existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
             reason = " ".join(str(error).split())[:300] or type(error).__name__

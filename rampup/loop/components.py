@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.noise_scale import NoiseScale, default_half_life
+from rampup.batch_size.noise_scale import NoiseScale
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import ResumeMismatchError
 from rampup.loop.events import BatchSizeDecided, OnEvent
@@ -139,29 +139,12 @@ class ShapeChanges(Component):
         self.step.replay_shape_changes(found)
 
 
-def with_those_of_step(
-    step: LoopStep, plan: LoopPlan, folder: Path, components: tuple[Component, ...]
-) -> tuple[Component, ...]:
-    """Return components, after those that a step brings to any loop if they are not among them."""
-    brought: list[Component] = [ShapeChanges(step, folder)]
-    if getattr(step, "measures_noise", False):
-        # A step that measures is a TrainStep, and its plan a RampPlan.
-        brought.append(NoiseAverages(default_half_life(plan)))  # type: ignore[arg-type]
-    kinds = set(map(type, components))
-    return *(component for component in brought if type(component) not in kinds), *components
-
-
 class NoiseAverages(Component):
     """The noise scale of a run whose step measures it, in the Euclidean geometry and, if it is measured, in that of Adam."""
 
     def __init__(self, half_life_samples: float) -> None:
         self.half_life_samples = half_life_samples
         self.scales: dict[str, NoiseScale] = {"": NoiseScale(half_life_samples=half_life_samples)}
-
-    @property
-    def lower_end(self) -> float | None:
-        """Lower end of the noise scale's interval in samples, in the Euclidean geometry."""
-        return self.scales[""].in_samples.low
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
@@ -213,12 +196,12 @@ class AutoBatch(Component):
         auto, step, sample = self.schedule, line["step"] + 1, line["consumed_samples"]
         if not auto.is_due(step):
             return {}
-        before = auto.size
-        auto.decide(step=step, sample=sample, noise_scale=self.noise.lower_end)
+        before, noise = auto.size, self.noise.scales[""].in_samples
+        auto.decide(step=step, sample=sample, noise_scale=noise.low)
         if jax.process_count() > 1:
             # All compute the same averages; process 0 decides, in case rounding differs.
             auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
-        outlook = auto.outlook(step=step, sample=sample, noise=self.noise.scales[""].in_samples)
+        outlook = auto.outlook(step=step, sample=sample, noise=noise)
         self.on_event(BatchSizeDecided(step=step - 1, changed=auto.size != before, outlook=outlook))
         return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": auto.size}
 

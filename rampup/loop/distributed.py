@@ -27,7 +27,6 @@ from rampup.loop.launchers import Launch, find_launch, local_device_ids
 # Steps from a decision to its effect. A step ends for all processes together, so none is this many steps ahead of another.
 NOTICE_STEPS = 8
 _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
-_EXIT_FAILED = 1
 _agreement_numbers, _check_numbers = itertools.count(), itertools.count()
 
 
@@ -103,7 +102,15 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     kv_store().key_value_set(f"{folder}/{jax.process_index()}", json.dumps(facts, default=str))
     if is_primary():
         found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 1000 * timeout)) for n in range(count)]
-        kv_store().key_value_set(f"{folder}/verdict", json.dumps(_differences(found)))
+        differing = {}
+        for key, first in found[0].items():
+            others = {number: known[key] for number, known in enumerate(found) if known.get(key, first) != first}
+            if others:
+                number, value = next(iter(others.items()))
+                more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
+                change = describe_change(first, value, ("in process 0", f"in process {number}"), most=1)
+                differing[key] = f"{key}: {', '.join(change)}{more}"
+        kv_store().key_value_set(f"{folder}/verdict", json.dumps(differing))
     problems = json.loads(kv_store().blocking_key_value_get(f"{folder}/verdict", 1000 * timeout))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
@@ -148,54 +155,60 @@ def watchdog(timeout: float) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    done, disconnected = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_watch, args=(done, disconnected, timeout), name="rampup-watchdog", daemon=True)
+    # `done` is set when there is nothing more to watch, and `disconnected` when the main thread has left its collective with an
+    # error, and ends by itself.
+    own, done, disconnected = jax.process_index(), threading.Event(), threading.Event()
+
+    def report(state: str) -> None:
+        kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
+
+    def watch() -> None:
+        seen: dict[str, tuple[str, float]] = {}
+        answered, beat = time.monotonic(), 0
+        while not done.wait(min(timeout / 5, 1.0)):
+            now, beat = time.monotonic(), beat + 1
+            try:
+                report(str(beat))
+                states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
+            except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
+                states = {}
+            states.pop(f"{_ALIVE}/{own}", None)
+            for key, state in states.items():
+                # The clocks of two machines differ, so only the time since a state last changed here counts.
+                if key not in seen or seen[key][0] != state:
+                    seen[key] = state, now
+            problem = _problem(seen, now, answered, timeout)
+            if problem and not done.is_set():
+                print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
+                if disconnected.is_set():
+                    return
+                # The main thread is inside a collective that waits for the process that is gone. No exception and no signal
+                # handler reaches it there, and jax.distributed.shutdown would wait for that process too: nothing else ends
+                # this process.
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, name="rampup-watchdog", daemon=True)
     thread.start()
     try:
         yield
     except BaseException as error:
-        if _is_of_a_collective(error):
+        # Whether it, or an error that led to it, is of the devices or of the connections between processes.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo " not in str(cause):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
             # A broken connection fails here at once, long before the process at its other end counts as silent. Wait until the
             # thread has named that process. Until then this one stays alive for the others, which look for the culprit as well.
             disconnected.set()
             thread.join(timeout + 2)
         done.set()
-        _report_state(f"{_FAILED}{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):
+            report(f"{_FAILED}{type(error).__name__}: {error}")
         raise
     done.set()
     thread.join()
-    _report_state(_DONE)
-
-
-def _watch(done: threading.Event, disconnected: threading.Event, timeout: float) -> None:
-    """Report that this process is alive, and look for processes that have stopped reporting it for `timeout` seconds.
-
-    `done` is set when there is nothing more to watch, and `disconnected` when the main thread has left its collective with an
-    error, and ends by itself.
-    """
-    seen: dict[str, tuple[str, float]] = {}
-    answered, beat = time.monotonic(), 0
-    while not done.wait(min(timeout / 5, 1.0)):
-        now, beat = time.monotonic(), beat + 1
-        try:
-            kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", str(beat), allow_overwrite=True)
-            states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
-        except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
-            states = {}
-        states.pop(f"{_ALIVE}/{jax.process_index()}", None)
-        for key, state in states.items():
-            # The clocks of two machines differ, so only the time since a state last changed here counts.
-            if key not in seen or seen[key][0] != state:
-                seen[key] = state, now
-        problem = _problem(seen, now, answered, timeout)
-        if problem and not done.is_set():
-            own = jax.process_index()
-            print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
-            if disconnected.is_set():
-                return
-            # The main thread is inside a collective that waits for the process that is gone. No exception and no signal handler
-            # reaches it there, and jax.distributed.shutdown would wait for that process too: nothing else ends this process.
-            os._exit(_EXIT_FAILED)
+    with contextlib.suppress(Exception):
+        report(_DONE)
 
 
 def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:
@@ -209,20 +222,6 @@ def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float,
         if state != _DONE and now - since > timeout:
             return f"process {number} has been silent for {timeout:g} s"
     return None
-
-
-def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Return whether an error, or one that led to it, is of the devices or of the connections between processes."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo " in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _report_state(state: str) -> None:
-    with contextlib.suppress(Exception):
-        kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", state[:1000], allow_overwrite=True)
 
 
 def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:
@@ -253,16 +252,3 @@ def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) ->
         if time.monotonic() > deadline:
             raise ConfigError(f"{waiting.words}; gave up after {timeout:g} s", key="coordinator_address")
         time.sleep(0.5)
-
-
-def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the facts that differ from those of process 0, by key. A process need not know every fact."""
-    problems = {}
-    for key, first in found[0].items():
-        others = {number: facts[key] for number, facts in enumerate(found) if facts.get(key, first) != first}
-        if others:
-            number, value = next(iter(others.items()))
-            more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-            change = describe_change(first, value, ("in process 0", f"in process {number}"), most=1)
-            problems[key] = f"{key}: {', '.join(change)}{more}"
-    return problems

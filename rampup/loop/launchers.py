@@ -74,9 +74,9 @@ def find_launch(
             fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
             raise ConfigError(f"{words}; {fix}", key="coordinator_address") from error
         address = f"{address.rpartition(':')[0]}:{port}" if port else address
-    if address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
+    elif address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
         address = hosts.split()[0]
-    if address is None and found is not None:
+    elif address is None and found is not None:
         if not problem:
             unknown = "JAX does not know this launcher, or not all that it sets is here"
             problem = "Start it with srun" if found.by.startswith("SLURM") else unknown

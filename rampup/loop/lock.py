@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,88 +45,69 @@ def own_run(folder: Path, *, only_existing: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: another process has the run.
     """
-    key, problem, release = absolute_path(folder), "", None
-    if is_primary():
-        thread = _held.get(key)
-        if thread not in (None, threading.get_ident()):
-            problem = f"another thread of this process trains in {folder}"
-        elif thread is None and (folder.is_dir() or not only_existing):
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-            release, problem = _acquire(folder / LOCK_FILE)
-    # Nested contexts of all processes are alike, so all of them ask the same questions.
-    problem = broadcast_from_process0(f"owner{next(_questions)}", problem)
-    if problem:
-        raise ConfigError(problem, key="run_name")
-    try:
-        if release is not None:
-            _held[key] = threading.get_ident()
+    key, path, problem = absolute_path(folder), folder / LOCK_FILE, ""
+    with contextlib.ExitStack() as held:
+        if is_primary():
+            thread = _held.get(key)
+            if thread not in (None, threading.get_ident()):
+                problem = f"another thread of this process trains in {folder}"
+            elif thread is None and (folder.is_dir() or not only_existing):
+                with contextlib.suppress(OSError):
+                    folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
+                    if owner is None:
+                        _held[key] = threading.get_ident()
+                        held.callback(_held.pop, key)
+                    else:
+                        problem = (
+                            f"another process trains in {folder}: {owner.get('host')}, process {owner.get('pid')}, "
+                            f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
+                            f"exist any more, delete {path}"
+                        )
+                except OSError as error:
+                    problem = f"cannot write in {folder}: {error.strerror or error}"
+                except RuntimeError as error:
+                    problem = f"cannot keep {path}: {error}; the limit of threads is reached (ulimit -u)"
+        # Nested contexts of all processes are alike, so all of them ask the same questions.
+        problem = broadcast_from_process0(f"owner{next(_questions)}", problem)
+        if problem:
+            raise ConfigError(problem, key="run_name")
         yield
-    finally:
-        if release is not None:
-            del _held[key]
-            release()
 
 
-def _acquire(path: Path) -> tuple[Callable[[], None] | None, str]:
-    """Return what releases the lock or lease, or None and why another process has it or it cannot be written."""
-    try:
-        try:
-            release, owner = (None, None) if is_bucket(path) else _lock(path)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            release, owner = None, None
-        if release is None and owner is None:
-            release, owner = _lease(path)
-    except OSError as error:
-        return None, f"cannot write in {path.parent}: {error.strerror or error}"
-    except RuntimeError as error:
-        return None, f"cannot keep {path}: {error}; the limit of threads is reached (ulimit -u)"
-    if owner is None:
-        return release, ""
-    return None, (
-        f"another process trains in {path.parent}: {owner.get('host')}, process {owner.get('pid')}, "
-        f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
-        f"exist any more, delete {path}"
-    )
-
-
-def _lock(path: Path) -> tuple[Callable[[], None] | None, dict[str, Any] | None]:
-    """Lock the file, and return what releases it, or the owner if another process has it."""
+def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
+    """Lock the file until `held` is closed, or return the owner if another process has it."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as opened:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            opened.callback(os.close, file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return _read(path) or {}
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return _lease(path, held)
+                raise
+
+            def delete(file: int = file) -> None:
+                with contextlib.suppress(OSError):
+                    if os.fstat(file).st_nlink:
+                        path.unlink()
+
             # The owner before may have deleted the file after it was opened here. Then the lock is of no use.
             if os.fstat(file).st_nlink:
-                try:
-                    os.ftruncate(file, 0)
-                    os.write(file, json.dumps(_identity()).encode())
-                except OSError:
-                    path.unlink()
-                    raise
-                break
-        except BlockingIOError:
-            os.close(file)
-            return None, _read(path) or {}
-        except OSError:
-            os.close(file)
-            raise
-        os.close(file)
-
-    def release() -> None:
-        # Deleted first, so that nobody locks a file that is about to be deleted.
-        with contextlib.suppress(OSError):
-            if os.fstat(file).st_nlink:
-                path.unlink()
-        os.close(file)
-
-    return release, None
+                # Deleted before it is closed, so that nobody locks a file that is about to be deleted.
+                opened.callback(delete)
+                os.ftruncate(file, 0)
+                os.write(file, json.dumps(_identity()).encode())
+                held.enter_context(opened.pop_all())
+                return None
 
 
-def _lease(path: Path) -> tuple[Callable[[], None] | None, dict[str, Any] | None]:
-    """Write the file after waiting for signs of life of an owner; return what ends the lease, or the owner if there is one."""
+def _lease(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
+    """Write the file, after waiting for signs of life of an owner, until `held` is closed; or return the owner, if any."""
     own, beats, stopped = {**_identity(), "token": uuid.uuid4().hex}, itertools.count(), threading.Event()
 
     def write() -> None:
@@ -154,16 +135,17 @@ def _lease(path: Path) -> tuple[Callable[[], None] | None, dict[str, Any] | None
         time.sleep(HEARTBEAT_SECONDS / 5)
         now = _read(path)
         if now is not None and now != owner:
-            return None, owner
+            return owner
         owner = now
     # The last writer wins, and all look who that was after a pause.
     write()
     time.sleep(SETTLE_SECONDS)
     if not is_own():
-        return None, _read(path) or {}
+        return _read(path) or {}
     thread = threading.Thread(target=renew, name="rampup-run-lock", daemon=True)
     thread.start()
-    return release, None
+    held.callback(release)
+    return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

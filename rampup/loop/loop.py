@@ -15,7 +15,6 @@ A component may replace the plan, as `batch_size_schedule: auto` does, and then 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import signal
 import threading
@@ -28,11 +27,12 @@ from typing import Any
 
 import jax
 
+from rampup.batch_size.noise_scale import default_half_life
 from rampup.data.files import describe_change
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.loop import events
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
-from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, with_those_of_step
+from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
 from rampup.loop.distributed import StopConsensus
 from rampup.loop.lock import own_run
 from rampup.loop.metrics import MetricOptions, Metrics
@@ -140,7 +140,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
-        object.__setattr__(self, "components", with_those_of_step(self.step, self.plan, self.folder, self.components))
+        brought: list[Component] = [ShapeChanges(self.step, self.folder)]
+        if getattr(self.step, "measures_noise", False):
+            # A step that measures is a TrainStep, and its plan a RampPlan.
+            brought.append(NoiseAverages(default_half_life(self.plan)))  # type: ignore[arg-type]
+        kinds = set(map(type, self.components))
+        brought = [component for component in brought if type(component) not in kinds]
+        object.__setattr__(self, "components", (*brought, *self.components))
 
     def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
@@ -171,32 +177,49 @@ class Loop:
         """
         if saved is None:
             return state, 0
-        self._check_identity(saved, ramp_before or self.plan.ramp)
+        ramp, found = ramp_before or self.plan.ramp, saved.record
+        expected = self._identity(ramp, saved.step)
+        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        if "fingerprint" in changed:
+            rows, _ = changed.pop(RAMP_ROWS, (None, None))
+            if rows is not None and (table := ramp.differences(rows)):
+                raise ResumeMismatchError(
+                    f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
+                    f"{table}\n"
+                    "restore the ramp, or train in another folder",
+                    key="fingerprint",
+                )
+        if changed:
+            places = ("in the checkpoint", "here")
+            changes = {key: describe_change(old, new, places, most=NAMED_FILES) for key, (old, new) in changed.items()}
+            table = "\n".join(f"  {key}: {line}" for key, lines in changes.items() for line in lines)
+            raise ResumeMismatchError(
+                f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
+                "set these keys back, or give the run another run_name",
+                key=next(iter(changed)),
+            )
         for component in self.components:
-            component.load(saved.record)
-        with self._open_checkpoints() as checkpoints:
+            component.load(found)
+        with Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints:
             restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
-        self._compare_learning_rate(saved)
+        # Report a learning rate that is not the one with which the steps before the checkpoint were trained.
+        rate, step = self.metrics.learning_rate, saved.step - 1
+        if rate is not None and saved.step < self.plan.total_steps:
+            lines = read_lines_backwards(self.folder / METRICS_FILE)
+            last = next((line for line in lines if line["step"] <= step), {})
+            before, after = last.get("learning_rate") if last.get("step") == step else None, rate(step)
+            if before is not None and not math.isclose(before, after, rel_tol=1e-6):
+                length = found.get(SCHEDULE_STEPS)
+                length = None if length == self._schedule_steps else length
+                self.on_event(
+                    events.LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan)
+                )
         return restored, saved.step
 
     @property
     def _schedule_steps(self) -> int | None:
         """The length of the learning-rate schedule; None if there is none, or if Seesaw has made it out of another one."""
         return None if getattr(self.plan, "seesaw", None) else getattr(self.plan, "schedule_steps", None)
-
-    def _compare_learning_rate(self, saved: SavedCheckpoint) -> None:
-        """Report a learning rate that is not the one with which the steps before the checkpoint were trained."""
-        rate, step = self.metrics.learning_rate, saved.step - 1
-        if rate is None or saved.step >= self.plan.total_steps:
-            return
-        lines = read_lines_backwards(self.folder / METRICS_FILE)
-        last = next(itertools.dropwhile(lambda line: line["step"] > step, lines), {})
-        before = last.get("learning_rate") if last.get("step") == step else None
-        if before is None or math.isclose(before, after := rate(step), rel_tol=1e-6):
-            return
-        length = saved.record.get(SCHEDULE_STEPS)
-        length = None if length == self._schedule_steps else length
-        self.on_event(events.LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan))
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
@@ -214,25 +237,30 @@ class Loop:
             DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
         """
         began = time.perf_counter()
-        with (
-            own_run(self.folder),
-            self._report_abort(),
-            self._open_checkpoints() as checkpoints,
-            stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
-            contextlib.closing(
-                Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
-            ) as metrics,
-        ):
-            length = self.metrics.tokens_per_sample
-            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
-            done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
-            interrupted = done < self.plan.total_steps
-            self._flush(metrics)
-            # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
-            can_save = failure is None or jax.process_count() == 1
-            if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
-                self._save(checkpoints, plan, done, state, metrics)
-            checkpoints.wait()
+        try:
+            with (
+                own_run(self.folder),
+                Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
+                stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
+                contextlib.closing(
+                    Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
+                ) as metrics,
+            ):
+                length = self.metrics.tokens_per_sample
+                self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
+                done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
+                interrupted = done < self.plan.total_steps
+                self._flush(metrics)
+                # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
+                can_save = failure is None or jax.process_count() == 1
+                if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
+                    self._save(checkpoints, plan, done, state, metrics)
+                checkpoints.wait()
+        except KeyboardInterrupt:
+            # A second Ctrl-C has ended the run in the middle of a step. The last checkpoint is written by now.
+            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
+            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
+            raise
         if failure is not None:
             raise failure
         saved = checkpoints.latest
@@ -254,24 +282,6 @@ class Loop:
             seconds=round(time.perf_counter() - began, 3),
             first_eval_loss=first_eval.get("eval_loss"),
             final_eval_loss=last_eval.get("eval_loss"),
-        )
-
-    @contextlib.contextmanager
-    def _report_abort(self) -> Iterator[None]:
-        """Report a second Ctrl-C, which ends the run in the middle of a step, when the last checkpoint is written."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
-            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
-            raise
-
-    def _open_checkpoints(self) -> Checkpoints:
-        return Checkpoints(
-            self.folder / CHECKPOINT_FOLDER,
-            max_to_keep=self.checkpoints.max_to_keep,
-            async_checkpointing=self.checkpoints.async_checkpointing,
-            on_error=self._storage_failed,
         )
 
     def _train(
@@ -329,7 +339,7 @@ class Loop:
     def _save(self, checkpoints: Checkpoints, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
         if self._flush(metrics):
-            record = {**self._identity(plan.ramp, done), RAMP_ROWS: plan.ramp.to_rows()}
+            record = self._identity(plan.ramp, done)
             record |= {} if self._schedule_steps is None else {SCHEDULE_STEPS: self._schedule_steps}
             for component in self.components:
                 record |= component.state()
@@ -356,30 +366,7 @@ class Loop:
     def _identity(self, ramp: LoopRamp, step: int) -> dict[str, Any]:
         """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
         position = {"consumed_samples": ramp.samples_before(step), "fingerprint": ramp.fingerprint}
-        return {**position, **self.checkpoints.identity}
-
-    def _check_identity(self, saved: SavedCheckpoint, ramp: LoopRamp) -> None:
-        expected, found = self._identity(ramp, saved.step), saved.record
-        if RAMP_ROWS in found:
-            expected[RAMP_ROWS] = ramp.to_rows()
-        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
-        rows = changed.pop(RAMP_ROWS, None) if "fingerprint" in changed else None
-        if rows is not None and rows[0] is not None and (table := ramp.differences(rows[0])):
-            raise ResumeMismatchError(
-                f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
-                f"{table}\n"
-                "restore the ramp, or train in another folder",
-                key="fingerprint",
-            )
-        if changed:
-            places = ("in the checkpoint", "here")
-            changes = {key: describe_change(old, new, places, most=NAMED_FILES) for key, (old, new) in changed.items()}
-            table = "\n".join(f"  {key}: {line}" for key, lines in changes.items() for line in lines)
-            raise ResumeMismatchError(
-                f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
-                "set these keys back, or give the run another run_name",
-                key=next(iter(changed)),
-            )
+        return {**position, **self.checkpoints.identity, RAMP_ROWS: ramp.to_rows()}
 
 
 @contextlib.contextmanager
@@ -398,11 +385,9 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
         with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
             threading.Thread(target=on_request, daemon=True).start()
 
-    try:
+    with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, request)
-    except ValueError:
-        pass  # Only the main thread may handle signals.
     try:
         yield lambda: requested
     finally:

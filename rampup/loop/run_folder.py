@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
 import re
@@ -64,7 +65,15 @@ class StepLog:
         try:
             self._part, start, kept, is_damaged = _end_of_kept(path, keep_below)
             if is_damaged:
-                _move_damaged_lines(path, on_event)
+                # Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost.
+                problem, aside = describe_damage(path), path.with_name(f"damaged_{path.name}")
+                lines = list(_parsed_lines(path))
+                damaged = b"".join(line for _, line, record in lines if record is None)
+                write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + damaged)
+                for part in _parts(path):
+                    write_whole(part, b"".join(line for own, line, record in lines if own == part and record is not None))
+                problem = f"{problem}; moved to {aside}, so that the steps of these lines are missing"
+                on_event(StorageFailed(problem=problem))
                 self._part, start, kept, _ = _end_of_kept(path, keep_below)
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -138,7 +147,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Lines that are damaged, or that a crash left incomplete, are skipped.
     """
-    return (record for part in _parts(path) for _, record in _parsed_lines(part) if record is not None)
+    return (record for _, _, record in _parsed_lines(path) if record is not None)
 
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
@@ -162,24 +171,12 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
     return part, start, kept, is_damaged
 
 
-def _move_damaged_lines(path: Path, on_event: OnEvent) -> None:
-    """Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost."""
-    problem, aside = describe_damage(path), path.with_name(f"damaged_{path.name}")
-    found = [(part, list(_parsed_lines(part))) for part in _parts(path)]
-    damaged = b"".join(line for _, lines in found for line, record in lines if record is None)
-    write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + damaged)
-    for part, lines in found:
-        write_whole(part, b"".join(line for line, record in lines if record is not None))
-    on_event(StorageFailed(problem=f"{problem}; moved to {aside}, so that the steps of these lines are missing"))
-
-
 def describe_damage(path: Path) -> str:
     """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence; "" if there are none.
 
     The last line is not, if it has no end: a crash left it incomplete, and its step is repeated.
     """
-    lines = (record for part in _parts(path) for _, record in _parsed_lines(part))
-    numbers = [str(number) for number, record in enumerate(lines, start=1) if record is None]
+    numbers = [str(number) for number, (_, _, record) in enumerate(_parsed_lines(path), start=1) if record is None]
     if not numbers:
         return ""
     found = f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {', '.join(numbers[:10])} are"
@@ -198,13 +195,15 @@ def _part_number(part: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line with its record, or None if it is not JSON with a step, but not a last line that is incomplete."""
-    with path.open("rb") as file:
-        yield from _parse(file)
+def _parsed_lines(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any] | None]]:
+    """Yield each line with its part, and its record, or None if it is not JSON with a step."""
+    for part in _parts(path):
+        with part.open("rb") as file:
+            yield from ((part, *found) for found in _parse(file))
 
 
 def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line and its record, or None, but not a last line that is incomplete."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -217,24 +216,20 @@ def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | Non
 
 
 def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
-    """Yield (part, start, lines as `_parsed_lines` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
+    """Yield (part, start, lines as `_parse` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
     for part in reversed(_parts(path)):
         with part.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
+            end, rest = file.seek(0, os.SEEK_END), b""
             while end:
                 # A part in a bucket is written again as a whole, so it is one block.
-                length = end if is_bucket(part) else TAIL_BYTES
-                while True:
-                    start = max(end - length, 0)
-                    file.seek(start)
-                    content = file.read(end - start)
-                    # The block begins with its first whole line.
-                    first = content.find(b"\n") + 1 if start else 0
-                    if not start or 0 < first < len(content):
-                        break
-                    length *= 2
-                yield part, start + first, list(_parse(content[first:].splitlines(keepends=True)))
-                end = start + first
+                start = 0 if is_bucket(part) else max(end - TAIL_BYTES, 0)
+                file.seek(start)
+                content = file.read(end - start) + rest
+                # The block begins with its first whole line. What is in front of it belongs to the next block.
+                first = (content.find(b"\n") + 1 or len(content)) if start else 0
+                rest, content, end = content[:first], content[first:], start
+                if content:
+                    yield part, start + first, list(_parse(content.splitlines(keepends=True)))
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -257,20 +252,18 @@ def run_folder(base: str, name: str) -> Path:
     Raises:
         ConfigError: the folder cannot be created.
     """
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = iter([name]) if name else (f"run-{now}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-    for candidate in names:
-        folder = as_path(base) / candidate
+    new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = as_path(base) / (name or (new if number == 1 else f"{new}-{number}"))
         try:
             folder.mkdir(parents=True, exist_ok=bool(name))
+            break
         except FileExistsError:
             if name:
                 raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
-            continue
         except OSError as error:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", key="base_output_directory") from None
-        return folder
-    raise ConfigError(f"no free folder name in {base}", key="run_name")
+    return folder
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

@@ -9,9 +9,8 @@ from helpers import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.data.batches import SampleOrder, StepDataset, local_samples, microbatches, step_batches
+from rampup.data.batches import SampleOrder, StepDataset, microbatches, step_batches
 from rampup.data.sources import ItemRows
-from rampup.errors import DataError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 
@@ -38,19 +37,30 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
         assert epochs[0] != epochs[1] != sorted(epochs[1])
 
 
-@pytest.mark.parametrize("start", [0, 1, 4, 5, 9, 10, 11, 12])
-def test_step_batches_starts_anywhere_with_the_same_rows(start):
-    """Batches from step N on are those of the full run from step N on."""
+def test_step_batches_starts_anywhere_with_the_same_rows():
+    """Batches from step N on, or from a position, are those of the full run from step N on."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     whole = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)]
-    part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
-    assert part == whole[start:]
-    assert [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=plan.position(start))] == part
+    for number in (0, 1, 4, 5, 9, 10, 11, 12):
+        for start in (number, plan.position(number)):
+            part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
+            assert part == whole[number:]
+
+
+class PartOfTheRows:
+    """A `Loading` of one of several processes, without the others."""
+
+    def __init__(self, process, count):
+        self.process, self.count = process, count
+
+    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
+        """Return the process's part of a microbatch's rows."""
+        return np.split(np.arange(num_rows), self.count)[self.process]
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_local_samples_share_the_batch_without_overlap(per_process, factors, num_processes):
+def test_processes_share_a_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
     R = per_process * num_processes
     plan = RampPlan(
@@ -61,8 +71,8 @@ def test_local_samples_share_the_batch_without_overlap(per_process, factors, num
     )
     for step in (0, 7, 39):
         position = plan.position(step)
-        rows = [np.arange(p * per_process, (p + 1) * per_process) for p in range(num_processes)]
-        parts = [local_samples(position.consumed_samples, position.split, own) for own in rows]
+        loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]
+        parts = [StepDataset(None, plan, None, None, own).samples_of(position, position.split) for own in loadings]
         assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
         assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
@@ -75,38 +85,6 @@ def test_microbatches_have_one_shape():
     assert {batch.shape for batch in seen} == {(16,)}
     assert np.concatenate(seen).tolist() == list(range(plan.consumed_samples))
     assert all(batch.sharding.is_equivalent_to(seen[0].sharding, 1) for batch in seen)
-
-
-def test_step_batches_refuses_too_few_rows_before_the_first_batch():
-    """A bounded number of epochs that cannot feed the run is refused with the number that can."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh)
-    with pytest.raises(DataError, match="num_epoch=1 of 100 rows are 100; set num_epoch=4 or -1") as caught:
-        next(step_batches(range(100), plan, mesh, num_epochs=1))
-    assert caught.value.nearest == (4, -1)
-    assert len(list(step_batches(range(100), plan, mesh, num_epochs=4))) == 12
-    with pytest.raises(DataError, match="no rows"):
-        next(step_batches([], plan, mesh))
-    with pytest.raises(DataError, match="enable_data_shuffling=false"):
-        SampleOrder(2**32, seed=0)
-
-
-def test_step_batches_names_a_row_that_cannot_be_read():
-    """An exception in a reading thread is a DataError that names the row."""
-
-    class Broken:
-        def __len__(self):
-            return 400
-
-        def __getitem__(self, row):
-            if row == 40:
-                raise OSError("disk on fire")
-            return np.int32(row)
-
-    mesh = toy.mesh_of("one")
-    batches = step_batches(Broken(), toy.plan_for(mesh), mesh)
-    with pytest.raises(DataError, match=r"row 40 .*disk on fire"):
-        list(batches)
 
 
 class CountedRows:
@@ -152,19 +130,11 @@ def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
     assert sorted(asked) == list(range(12))
 
 
-class HalfOfTheRows:
-    """A `Loading` of the second of two processes, without the first."""
-
-    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
-        """Return the second half of a microbatch's rows."""
-        return np.arange(num_rows // 2, num_rows)
-
-
 def test_split_rows_reads_only_missing_rows():
     """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
-    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, HalfOfTheRows())
+    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, PartOfTheRows(1, 2))
     step = dataset[11]
     split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
     assert split != step.position.split

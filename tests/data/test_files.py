@@ -1,5 +1,7 @@
 """Tests of rampup.data.files."""
 
+import os
+
 import numpy as np
 import pytest
 from array_record.python import array_record_module
@@ -72,9 +74,13 @@ def test_open_sources_reads_array_records(tmp_path):
         ("a.npy", np.array([{}], object), "cannot be read as tokens"),
         ("a.npy", np.zeros(1, np.int32), "fewer than two tokens"),
         ("a.npy", np.zeros(5, np.int32), "too few to hold out"),
-        ("a.bin", b"", "cannot be read as tokens"),
-        ("a.bin", b"123", "cannot be read as tokens"),
+        ("a.bin", b"", r"a\.bin cannot be read as tokens: 0 bytes"),
+        ("a.bin", bytes(4001), r"a\.bin cannot be read as tokens: 4,001 bytes"),
+        ("a.npy", lambda path: (np.save(path, np.zeros(4000)), os.truncate(path, 4000)), "cannot be read as tokens"),
         ("a.csv", b"1,2", "must end in .npy or .bin"),
+        ("a.bin", lambda path: path.symlink_to("nowhere"), r"a\.bin, which is a broken link"),
+        # From a pipe, reading would never end.
+        ("a.bin", os.mkfifo, r"a\.bin, which is not a regular file"),
     ],
 )
 def test_open_sources_refuses_broken_token_files(tmp_path, name, content, message):
@@ -82,6 +88,8 @@ def test_open_sources_refuses_broken_token_files(tmp_path, name, content, messag
     path = tmp_path / name
     if isinstance(content, np.ndarray):
         np.save(path, content, allow_pickle=True)
+    elif callable(content):
+        content(path)
     elif content is not None:
         path.write_bytes(content)
     kind = {".txt": "text", ".array_record": "arrayrecord"}.get(path.suffix, "tokens")
@@ -123,17 +131,13 @@ def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
 
 def test_fingerprints_name_files_below_the_shared_folder(tmp_path):
     """Files keep their names when all of them move, and files of the same name in two folders are two."""
-    paths = [tmp_path / "x" / "a.txt", tmp_path / "y" / "a.txt"]
-    for number, path in enumerate(paths):
-        path.parent.mkdir()
-        path.write_text(str(number))
-    found = fingerprints([str(path) for path in paths])
+    for number, name in enumerate("xy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(str(number))
+    found = fingerprints([str(tmp_path / name / "a.txt") for name in "xy"])
     assert list(found) == ["x/a.txt", "y/a.txt"]
     assert len(set(found.values())) == 2
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in paths:
-        path.parent.rename(moved / path.parent.name)
-    assert fingerprints([str(moved / "x" / "a.txt"), str(moved / "y" / "a.txt")]) == found
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    assert fingerprints([str(moved / name / "a.txt") for name in "xy"]) == found
     with pytest.raises(DataError, match=r"x/a\.txt cannot be read"):
-        fingerprints([str(paths[0])])
+        fingerprints([str(tmp_path / "x" / "a.txt")])

@@ -1,10 +1,15 @@
-"""Tests of rampup.data.sources."""
+"""Tests of rampup.data.sources, and of data of one's own: rows by number, streams of rows and of batches, what is refused."""
 
+import dataclasses
+
+import grain
 import numpy as np
 import pytest
-from helpers.toy import all_tokens, open_rows
+from helpers.toy import all_tokens, mesh_of, open_rows, plan_for, rows, start
 
+import rampup
 from rampup.data.sources import TokenRows, as_source
+from rampup.errors import DataError
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8, 9, 10])
@@ -27,8 +32,120 @@ def test_token_rows_do_not_cross_arrays():
 
 def test_synthetic_rows_follow_from_their_number():
     """Row n is the same every time, whatever it is read with, and other rows are held out. A source is taken as it is."""
-    rows, held_out = open_rows("synthetic")
-    assert (rows.read(np.array([3, 9]))["tokens"][1] == rows.read(np.array([9]))["tokens"][0]).all()
-    assert not (rows.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]).all()
-    assert as_source(rows) is rows
+    train, held_out = open_rows("synthetic")
+    assert (train.read(np.array([3, 9]))["tokens"][1] == train.read(np.array([9]))["tokens"][0]).all()
+    assert not (train.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]).all()
+    assert as_source(train) is train
     assert as_source([{"a": (1, 2)}, {"a": (3, 4)}]).read(np.array([1]))["a"][1].tolist() == [4]
+
+
+def test_stream_takes_no_more_rows_than_its_steps():
+    """A stream reads the rows of the steps that it yielded and no others, so that its state can be saved with a step."""
+    step, source = start(steps=4)[0], iter(rows())
+    next(step.stream(source))
+    assert next(source)["id"] == 16
+    with pytest.raises(DataError, match="step 0 needs 16 rows in this process, but the source ended after 5"):
+        next(step.stream(rows()[:5]))
+    assert len(list(step.stream(rows()[:32]))) == 2
+
+
+COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        (grain.MapDataset.range(99).to_iter_dataset(), {}, "step.stream"),
+        ((n for n in range(9)), {}, "step.stream"),
+        (grain.MapDataset.range(99).filter(lambda n: n % 2), {}, "row 0 of .* is None, .* filter the rows before"),
+        (grain.MapDataset.range(99).repeat(), {"seed": 1}, "seed=None"),
+        (COLUMNS, {}, r"a dict of arrays \('image', 'label'\) is not indexed by row.*grain.MapDataset"),
+        (rows(), {"stop": 13}, "steps 0 to 13 .* 0 to 12"),
+    ],
+)
+def test_sources_that_cannot_be_indexed_are_refused(source, options, words):
+    """Iterators, filtered and endless datasets and columns are errors that name the remedy; so are steps beyond the plan."""
+    with pytest.raises(DataError, match=words):
+        next(rampup.step_batches(source, plan_for(mesh_of("one")), mesh_of("one"), **options))
+
+
+def test_rows_by_number_are_a_source():
+    """The remedy for columns works, and so does a dictionary of rows by number."""
+    step, _ = start(schedule="0:8", steps=1)
+    rows_of = grain.MapDataset.range(64).map(lambda row: {name: x[row] for name, x in COLUMNS.items()})
+    for source in (rows_of, dict(enumerate(rows_of))):
+        assert next(step.batches(source)).chunks[0]["image"].shape == (1, 8, 2)
+
+
+def test_map_dataset_has_epochs_of_its_own():
+    """Without a seed, a shuffled MapDataset has another order in its second epoch, as Grain's `repeat` gives."""
+    mesh = mesh_of("one")
+    source = grain.MapDataset.range(16).shuffle(seed=3)
+    batches = rampup.step_batches(source, plan_for(mesh, "0:16", steps=2), mesh)
+    found = np.concatenate([np.concatenate(batch.chunks)[: batch.num_microbatches].ravel() for batch in batches])
+    assert found.tolist() == [source.repeat()[n] for n in range(32)]
+    assert found[:16].tolist() != found[16:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("items", "batched", "words"),
+    [
+        ([{"x": np.zeros((9, 4)), "y": np.zeros(7)}, {"x": np.zeros((7, 4)), "y": np.zeros(9)}], True, "arrays of 7, 9 rows"),
+        ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
+        ([{}], False, "arrays of no rows"),
+        ([{"x": {"text": "words"}, "y": 1.0}] * 99, False, r"batch\['x'\]\['text'\] cannot be put on a device"),
+        ([dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99, False, "batch cannot be put on a device; give rows that are"),
+    ],
+)
+def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
+    """Arrays of different numbers of rows would be matched wrongly, and JAX does not say which part of a row is no number."""
+    with pytest.raises(DataError, match=words):
+        next(start()[0].stream(iter(items), batched=batched))
+
+
+ROWS = grain.MapDataset.source([{"x": np.ones((2, 3), np.float32)} for _ in range(32)])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ROWS.batch(4),
+        ROWS.batch(4).map(lambda batch: batch).shuffle(seed=1).repeat(2)[3:],
+        grain.MapDataset.concatenate([ROWS.map(lambda row: row), ROWS.batch(4)]),
+    ],
+    ids=["last", "before", "part"],
+)
+def test_batched_datasets_are_refused(dataset):
+    """Where rows are expected, a dataset that batches is an error before a row is read, however it goes on."""
+    step, _ = start(schedule="0:8", steps=2)
+    with pytest.raises(DataError, match=r"is batched .* the plan decides .* or train with step.stream"):
+        next(step.batches(dataset))
+    for source in (dataset.to_iter_dataset(), iter(dataset.to_iter_dataset()), ROWS.to_iter_dataset().batch(4)):
+        with pytest.raises(DataError, match=r"is batched .* or give batched=True"):
+            next(step.stream(source))
+    assert next(step.stream(ROWS.to_iter_dataset().batch(4), batched=True)).chunks[0]["x"].shape == (1, 8, 2, 3)
+
+
+def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
+    """A DataLoader's operations are looked at too; rows that are matrices, and unknown classes, are legal."""
+    step, _ = start(schedule="0:8", steps=2)
+
+    def loader(*operations):
+        sampler = grain.samplers.IndexSampler(32, shard_options=grain.sharding.NoSharding(), num_epochs=1)
+        return grain.DataLoader(data_source=ROWS, sampler=sampler, operations=operations)
+
+    class Pairs(grain.MapDataset):
+        """Rows that are two elements each, which rampup cannot know."""
+
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            return ROWS.batch(2)[index]
+
+    for source in (loader(grain.transforms.Batch(4)), iter(loader(grain.transforms.Batch(4)))):
+        with pytest.raises(DataError, match="is batched"):
+            next(step.stream(source))
+    assert next(step.stream(loader())).chunks[0]["x"].shape == (1, 8, 2, 3)
+    assert next(step.batches(ROWS.map(lambda row: row))).chunks[0]["x"].shape == (1, 8, 2, 3)
+    assert next(step.batches(Pairs())).chunks[0]["x"].shape == (1, 8, 2, 2, 3)

@@ -19,7 +19,7 @@ from rampup.engine.mesh import BatchAxes
 from rampup.engine.offload import bytes_per_device
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError
-from rampup.loop.checkpoint import Checkpoints, find_checkpoint
+from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
@@ -131,7 +131,7 @@ def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path
     assert f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once" in inspected.findings[0]
     # A run that was saved with the sides resumes without them.
     _, state, _ = train("data", steps=4)
-    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointOptions(async_checkpointing=False)) as checkpoints:
         checkpoints.save(4, state, {})
         monkeypatch.undo()
         step, state = begin(mesh_of("data"))
@@ -207,7 +207,7 @@ def test_resume_on_fewer_replicas(tmp_path):
     losses = []
     for done, replicas in ((0, 8), (4, 4), (8, 2)):
         step, state = begin(rampup.make_mesh(rampup.MeshAxes(data=replicas), jax.devices()[:replicas]))
-        with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        with Checkpoints(tmp_path, CheckpointOptions(async_checkpointing=False)) as checkpoints:
             if done:
                 state = checkpoints.restore(find_checkpoint(tmp_path), state)
             found, state = go_on(step, state, done + 4)

@@ -1,6 +1,5 @@
 """Damaged checkpoints are noticed and named, and the one before is used."""
 
-import errno
 import os
 import random
 import shutil
@@ -124,46 +123,41 @@ def test_a_refused_record_moves_nothing(folder):
     assert not (folder / DAMAGED_FOLDER).exists()
 
 
-class FullDisk:
-    """Lets writing the checksums fail, as a full disk does, for some checkpoints."""
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Steps whose checkpoints cannot be written: their checksums fail, as on a full disk."""
+    steps, inner = set(), checkpoint.write_checksums
 
-    def __init__(self, monkeypatch, steps):
-        self.inner, self.steps = checkpoint.write_checksums, steps
-        monkeypatch.setattr(checkpoint, "write_checksums", self)
+    def write(folder, **options):
+        if int(folder.name.split(".")[0]) in steps:
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing ... " + "long " * 200)
+        inner(folder, **options)
 
-    def __call__(self, folder, **options):
-        """Write the checksums, or fail."""
-        if int(folder.name.split(".")[0]) in self.steps:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.inner(folder, **options)
+    monkeypatch.setattr(checkpoint, "write_checksums", write)
+    return steps
 
 
-def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
     """The step, the reason and the newest good checkpoint are said, and the run goes on from there when there is room."""
-    FullDisk(monkeypatch, {8})
-    with pytest.raises(StorageError, match=r"checkpoint of step 8 could not be written: .*No space left.*checkpoints/4"):
+    full_disk.add(8)
+    at = tmp_path / "checkpoints"
+    with pytest.raises(StorageError) as caught:
         toy_run.run(tmp_path)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
-    monkeypatch.undo()
+    reason = f"No space left on device in {at}; the newest is {at / '4'}"
+    assert str(caught.value) == f"the checkpoint of step 8 could not be written: {reason}"
+    full_disk.clear()
     assert toy_run.run(tmp_path)[0].resumed_from == 4
 
 
-def test_or_the_run_goes_on_without_it(whole, tmp_path, monkeypatch):
-    """With `continue` the run says so, keeps what is there, writes the next checkpoint and ends the same."""
-    FullDisk(monkeypatch, {4, 8})
+@pytest.mark.parametrize(("steps", "most", "left"), [({4, 8}, None, "12"), ({8, 12}, 1, "4")])
+def test_or_the_run_goes_on_without_it(whole, tmp_path, full_disk, steps, most, left):
+    """With `continue` the run says so, keeps what is there, also the only one, writes the next one and ends the same."""
+    full_disk |= steps
     events = []
-    summary, _ = toy_run.run(tmp_path, events=events, on_checkpoint_error="continue")
+    summary, _ = toy_run.run(tmp_path, events=events, on_checkpoint_error="continue", max_to_keep=most)
     problems = [event.problem for event in events if isinstance(event, StorageFailed)]
-    assert len(problems) == 2
-    assert "there is no other" in problems[0]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["12"]
+    assert ["there is no other" in problem for problem in problems] == [left == "12"] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [left]
+    assert damage(tmp_path / "checkpoints" / left) is None
     assert summary.steps == 12
     assert metrics_of(tmp_path) == metrics_of(whole)
-
-
-def test_the_newest_is_not_deleted_for_one_that_fails(tmp_path, monkeypatch):
-    """Where only one checkpoint is kept, it stays until the next one is whole."""
-    FullDisk(monkeypatch, {8, 12})
-    toy_run.run(tmp_path, on_checkpoint_error="continue", max_to_keep=1)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
-    assert damage(tmp_path / "checkpoints" / "4") is None

@@ -47,10 +47,10 @@ def fill(folder):
 
 
 class Filler:
-    """A list of events that fills the disk at one step and frees it at another."""
+    """A list of events that fills the disk at one step, but for some bytes, and frees it at another."""
 
-    def __init__(self, folder, full_at, free_at):
-        self.folder, self.full_at, self.free_at, self.problems = folder, full_at, free_at, []
+    def __init__(self, folder, full_at, free_at=None, left=0):
+        self.folder, self.full_at, self.free_at, self.left, self.problems = folder, full_at, free_at, left, []
 
     def append(self, event):
         """Take an event."""
@@ -62,6 +62,7 @@ class Filler:
             while damage(self.folder / "checkpoints" / str(self.full_at)) is not None and time.monotonic() < deadline:
                 time.sleep(0.01)
             fill(self.folder)
+            os.truncate(self.folder / "filler", (self.folder / "filler").stat().st_size - self.left)
         if isinstance(event, StepDone) and event.step == self.free_at:
             (self.folder / "filler").unlink()
 
@@ -77,7 +78,7 @@ def whole(tmp_path_factory):
 def test_the_run_stops_and_can_go_on(small_disk, whole):
     """By default the run stops, says what it could not write, keeps its checkpoint, and goes on when there is room."""
     with pytest.raises(StorageError, match=r"No space left|RESOURCE_EXHAUSTED|ENOSPC"):
-        toy_run.run(small_disk, events=Filler(small_disk, 4, None), async_checkpointing=False)
+        toy_run.run(small_disk, events=Filler(small_disk, 4), async_checkpointing=False)
     assert damage(small_disk / "checkpoints" / "4") is None
     (small_disk / "filler").unlink()
     summary, _ = toy_run.run(small_disk)
@@ -102,14 +103,8 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_begun(small_disk, cap
     before, hooks = set(threading.enumerate()), (sys.excepthook, sys.unraisablehook, threading.excepthook)
     caplog.set_level(logging.WARNING, logger="absl")
 
-    class NearlyFull(Filler):
-        def append(self, event):
-            super().append(event)
-            if isinstance(event, StepDone) and event.step == self.full_at:
-                os.truncate(self.folder / "filler", (self.folder / "filler").stat().st_size - 40_960)
-
     with pytest.raises(StorageError, match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is "):
-        toy_run.run(small_disk, events=NearlyFull(small_disk, 4, None), async_checkpointing=asynchronous)
+        toy_run.run(small_disk, events=Filler(small_disk, 4, left=40_960), async_checkpointing=asynchronous)
     assert damage(small_disk / "checkpoints" / "4") is None
     assert (capfd.readouterr().err, caplog.records) == ("", [])
     assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []

@@ -41,7 +41,7 @@ def rows(poisoned=()):
     return [row | {"poison": np.float32(poison.get(number, 0))} for number, row in enumerate(toy.rows())]
 
 
-def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="one", choose=None, **options):
+def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="one", **options):
     """Run or resume; return the summary and the last state."""
     mesh, plan, step = parts(engine, skips=skips, mesh=mesh)
     source = rows() if source is None else source

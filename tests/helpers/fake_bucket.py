@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 import sys
 import threading
 import types
@@ -12,6 +12,7 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 
@@ -43,23 +44,24 @@ class _Server(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _facts(self, key):
-        return {"name": key.split("/", 2)[2], "bucket": key.split("/")[1], "generation": "1", "size": str(len(_bytes(key)))}
+        return {"name": _name(key), "bucket": key.split("/")[1], "generation": "1", "size": str(len(_bytes(key)))}
+
+    def _asked(self):
+        """Return the key that a request is about, or the bucket, and the options of its URL."""
+        url = urllib.parse.urlsplit(self.path)
+        query = {name: values[0] for name, values in urllib.parse.parse_qs(url.query).items()}
+        bucket, _, name = url.path.partition("/b/")[2].partition("/o")
+        name = urllib.parse.unquote(name.strip("/")) or query.get("name", "")
+        return f"/{bucket}/{name}".rstrip("/"), query
 
     def do_GET(self):
         """Return an object, its facts, or the names of objects."""
-        url = urllib.parse.urlsplit(self.path)
-        query = {name: values[0] for name, values in urllib.parse.parse_qs(url.query).items()}
-        parts = [urllib.parse.unquote(part) for part in url.path.split("/")]
-        bucket = "/" + parts[parts.index("b") + 1]
-        name = parts[-1] if parts[-2] == "o" else None
-        if name is None and parts[-1] == "o":
-            prefix = f"{bucket}/{query.get('prefix', '')}"
-            names = sorted(key for key in FakeBuckets.store if key.startswith(prefix))
-            names = [key for key in names if key.split("/", 2)[2] >= query.get("startOffset", "")]
-            if "endOffset" in query:
-                names = [key for key in names if key.split("/", 2)[2] < query["endOffset"]]
-            return self._answer(200, json.dumps({"items": [self._facts(key) for key in names]}).encode())
-        key = f"{bucket}/{name}"
+        key, query = self._asked()
+        if urllib.parse.urlsplit(self.path).path.endswith("/o"):
+            first, end = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
+            names = sorted(name for name in FakeBuckets.store if name.startswith(f"{key}/{query.get('prefix', '')}"))
+            facts = [self._facts(name) for name in names if first <= _name(name) < end]
+            return self._answer(200, json.dumps({"items": facts}).encode())
         if key not in FakeBuckets.store:
             return self._answer(404)
         if query.get("alt") != "media":
@@ -75,33 +77,33 @@ class _Server(BaseHTTPRequestHandler):
 
     def do_POST(self):
         """Store an object."""
-        url = urllib.parse.urlsplit(self.path)
-        query = urllib.parse.parse_qs(url.query)
-        bucket = url.path.split("/b/")[1].split("/")[0]
-        key = f"/{bucket}/{query['name'][0]}"
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        FakeBuckets().pipe_file(f"gs:/{key}", body)
+        key, _ = self._asked()
+        FakeBuckets().pipe_file(f"gs:/{key}", self.rfile.read(int(self.headers["Content-Length"])))
         return self._answer(200, json.dumps(self._facts(key)).encode())
 
     def do_DELETE(self):
         """Delete an object."""
-        parts = [urllib.parse.unquote(part) for part in urllib.parse.urlsplit(self.path).path.split("/")]
-        FakeBuckets.store.pop(f"/{parts[parts.index('b') + 1]}/{parts[-1]}", None)
+        FakeBuckets.store.pop(self._asked()[0], None)
         return self._answer(204)
+
+
+def _name(key):
+    return key.split("/", 2)[2]
+
+
+def _bytes(key):
+    return FakeBuckets.store[key].getvalue()
 
 
 def _list_blobs(prefix="", delimiter="", **_):
     """Return what Google's client returns for a listing: an iterable whose `prefixes` are the folders directly below."""
-    names = [key for key in FakeBuckets.store if key.split("/", 2)[2].startswith(prefix)]
-    below = {key.split("/", 2)[2][len(prefix) :] for key in names}
+    keys = [key for key in FakeBuckets.store if _name(key).startswith(prefix)]
+    below = {_name(key)[len(prefix) :] for key in keys}
 
     class Blobs(list):
         prefixes = {prefix + name.split("/")[0] + "/" for name in below if "/" in name}  # noqa: RUF012
 
-    def delete(key):
-        return lambda: FakeBuckets.store.pop(key, None)
-
-    blobs = [types.SimpleNamespace(name=key.split("/", 2)[2], delete=delete(key)) for key in names]
+    blobs = [types.SimpleNamespace(name=_name(key), delete=functools.partial(FakeBuckets.store.pop, key, None)) for key in keys]
     return Blobs(blob for blob in blobs if not delimiter or "/" not in blob.name[len(prefix) :])
 
 
@@ -116,10 +118,6 @@ def _google_cloud():
     return {"google.cloud": cloud, "google.cloud.storage": storage}
 
 
-def _bytes(key):
-    return FakeBuckets.store[key].getvalue()
-
-
 @contextlib.contextmanager
 def serve():
     """Serve buckets to everything in this process that opens `gs://` paths."""
@@ -127,22 +125,16 @@ def serve():
     fsspec.register_implementation("gcs", FakeBuckets, clobber=True)
     fsspec.register_implementation("gs", FakeBuckets, clobber=True)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     settings = {
         "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{server.server_port}",
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{server.server_port}",
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    modules = {name: sys.modules.get(name) for name in _google_cloud()}
-    sys.modules.update(_google_cloud())
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        for name, module in _google_cloud().items():
+            patch.setitem(sys.modules, name, module)
         yield FakeBuckets.store
-    finally:
-        server.shutdown()
-        for name, module in modules.items():
-            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    server.shutdown()

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +17,12 @@ import grain
 import jax
 import numpy as np
 import pytest
+from helpers.processes import free_port
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, MissingDependencyError, ResumeMismatchError
 from rampup.integrations import maxtext
-from rampup.integrations.maxtext_rules import ACCUMULATED, NEEDED, check_record, choose_design, problems
-from rampup.integrations.maxtext_step import RampLoader
+from rampup.integrations.maxtext import ACCUMULATED, NEEDED, RampLoader, check_record, choose_design, problems
 from rampup.plan.per_device import RampupBatchManager
 
 HAS_MAXTEXT = importlib.util.find_spec("maxtext") is not None
@@ -214,9 +213,7 @@ def folder(tmp_path_factory):
 def train(folder, name, keys, *, own=False, devices=1, dies_at=-1, processes=1):
     """Run MaxText, and return the metrics of each step, the number of compilations of its step, and what it printed."""
     package = importlib.util.find_spec("maxtext").submodule_search_locations[0]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     files = {
         "base_output_directory": folder / name,
         "metrics_file": folder / f"{name}.jsonl",

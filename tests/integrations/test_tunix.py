@@ -5,9 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.snippets import ROOT
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("tunix.sft.peft_trainer")
@@ -76,17 +76,17 @@ json.dump({"first": first, "losses": Losses.losses, "evals": Losses.evals, "weig
 """
 
 
+def run(command, devices):
+    """Run Python in a process of its own."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+
+
 def train(tmp_path, name, folder, kill_at=-1):
     """Run the program in a process of its own, and return what it wrote, or None if it was killed."""
-    program, out = tmp_path / "program.py", tmp_path / name
-    program.write_text(PROGRAM)
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, str(program), str(out), str(tmp_path / folder), str(kill_at)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    out = tmp_path / name
+    command = ["-c", PROGRAM, str(out), str(tmp_path / folder), str(kill_at)]
+    done = run(command, devices=2)
     assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr[-3000:]
     return json.loads(out.read_text()) if kill_at < 0 else None
 
@@ -109,11 +109,8 @@ def test_a_ramp_is_one_executable_and_resumes_bit_for_bit(tmp_path):
 
 def test_the_example_of_the_guide_runs_and_resumes(tmp_path):
     """The file trains 60 steps; started again with its folder, it has nothing left to do."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(root)}
     for _ in range(2):
-        command = [sys.executable, str(root / "docs" / "examples" / "tunix_ramp.py"), str(tmp_path)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = run([str(ROOT / "docs" / "examples" / "tunix_ramp.py"), str(tmp_path)], devices=1)
         assert done.stdout.splitlines()[-1] == "280 microbatches, 60 optimizer steps"
 
 

@@ -46,8 +46,7 @@ def configured(words):
 
 def option(words, name):
     """Return the value of an option `name=value` among words."""
-    (value,) = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-    return value
+    return dict(word.split("=", 1) for word in words if "=" in word)[name]
 
 
 def test_every_file_is_tested():
@@ -104,12 +103,9 @@ def test_xpk_gets_one_command(tmp_path):
 def test_jobset_has_what_kubernetes_and_jax_need():
     """Indexed pods behind a headless service of the JobSet's name, with the right to look themselves up and time to save."""
     documents = {part["kind"]: part for part in yaml.safe_load_all((LAUNCH / "jobset.yml").read_text())}
-    assert {kind: part["apiVersion"] for kind, part in documents.items()} == {
-        "ServiceAccount": "v1",
-        "Role": "rbac.authorization.k8s.io/v1",
-        "RoleBinding": "rbac.authorization.k8s.io/v1",
-        "JobSet": "jobset.x-k8s.io/v1alpha2",
-    }
+    access, jobset = "rbac.authorization.k8s.io/v1", "jobset.x-k8s.io/v1alpha2"
+    versions = {kind: part["apiVersion"] for kind, part in documents.items()}
+    assert versions == {"ServiceAccount": "v1", "Role": access, "RoleBinding": access, "JobSet": jobset}
     spec = documents["JobSet"]["spec"]
     # JAX takes process 0 for POD.JOBSET, also if the service has another name.
     assert spec["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
@@ -117,20 +113,17 @@ def test_jobset_has_what_kubernetes_and_jax_need():
     assert group["replicas"] == 1
     job = group["template"]["spec"]
     assert (job["completionMode"], job["completions"], job["backoffLimit"]) == ("Indexed", job["parallelism"], 0)
-    pod = job["template"]["spec"]
+    pod, binding = job["template"]["spec"], documents["RoleBinding"]
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"] >= 120) == ("Never", True)
-    account, binding = documents["ServiceAccount"]["metadata"]["name"], documents["RoleBinding"]
-    assert pod["serviceAccountName"] == account
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    assert pod["serviceAccountName"] == documents["ServiceAccount"]["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": pod["serviceAccountName"]}]
     assert binding["roleRef"]["name"] == documents["Role"]["metadata"]["name"]
     allowed = {(rule["resources"][0], verb) for rule in documents["Role"]["rules"] for verb in rule["verbs"]}
     assert allowed == {("pods", "list"), ("jobs", "get")}
     (container,) = pod["containers"]
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     config = configured(container["command"])
-    assert config.run_name
-    assert config.base_output_directory.startswith("/shared/")
+    assert (config.run_name != "", config.base_output_directory.startswith("/shared/")) == (True, True)
 
 
 def test_skypilot_runs_one_command_on_every_node(tmp_path):
@@ -151,11 +144,8 @@ def test_skypilot_runs_one_command_on_every_node(tmp_path):
 def test_ray_train_calls_what_rampup_has():
     """Every name of rampup in the file exists, and so does every argument that it is called with."""
     tree = ast.parse((LAUNCH / "ray_train.py").read_text())
-    names = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rampup"
-    }
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = {node.attr for node in attributes if ast.unparse(node.value) == "rampup"}
     assert {"build_plan", "load_config", "train"} <= names
     assert names <= set(rampup.__all__)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "rampup.train"]

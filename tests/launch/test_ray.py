@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.processes import free_port
 from helpers.snippets import ROOT
 from helpers.tiny import TINY_MODEL, command_line
+
+from rampup.loop.run_folder import read_lines
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
@@ -36,14 +38,9 @@ class Ray:
 
     def __init__(self, folder, temporary):
         self.folder, self.running, self.runs = folder, {}, folder / "runs"
-        self.variables = os.environ | {
-            "RAY_TMPDIR": temporary,
-            "PYTHONPATH": str(ROOT),
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_AUTH_MODE": "disabled",
-        }
         # One device for a worker, whatever the machine has.
-        self.variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        self.variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+        self.variables |= {"RAY_TMPDIR": temporary, "RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "disabled"}
 
     def start(self, name, *command, **variables):
         """Start a process, and return it."""
@@ -87,9 +84,7 @@ class Ray:
 
     def lines(self):
         """Return the steps of metrics.jsonl, each of which must be there once."""
-        path = self.runs / "run" / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        found = list(read_lines(self.runs / "run" / "metrics.jsonl"))
         assert [line["step"] for line in found] == list(range(len(found)))
         return found
 
@@ -98,8 +93,7 @@ class Ray:
         words = command_line(SETTINGS | {"base_output_directory": self.folder / "one", "steps": len(lines)} | keys)
         command = [sys.executable, "-m", "rampup", "train", "base", *words, "--fake-devices=1", "--quiet"]
         subprocess.run(command, check=True, env=self.variables, timeout=500)
-        text = (self.folder / "one" / "run" / "metrics.jsonl").read_text()
-        one = [json.loads(line) for line in text.splitlines()]
+        one = list(read_lines(self.folder / "one" / "run" / "metrics.jsonl"))
         for key in ("global_batch_size", "consumed_samples", "learning_rate", "phase"):
             assert [line[key] for line in lines] == [line[key] for line in one]
         np.testing.assert_allclose([line["loss"] for line in lines], [line["loss"] for line in one], rtol=rtol)
@@ -143,9 +137,7 @@ def test_the_driver_of_ray_refuses_what_some_workers_cannot_run(cluster):
 
 def test_ray_changes_the_number_of_workers_and_not_the_run(cluster):
     """One worker, two when a node comes, one when it goes: a checkpoint at the notice, and the steps of one process."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = ("--num-cpus=1", "--block", "--disable-usage-stats")
     head = ("--head", f"--port={address.rpartition(':')[2]}", "--include-dashboard=false")
     cluster.start("head", RAY, "start", *head, *options)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import processes
 from helpers.processes import free_port
+from helpers.runs import metrics_of
 from helpers.tiny import AUTO, TINY, command_line
 
 from rampup import Config
@@ -20,7 +21,8 @@ from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError
 from rampup.lm.train import train
-from rampup.loop.distributed import _differences, _problem, join
+from rampup.loop.distributed import _problem, join
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
@@ -73,11 +75,11 @@ def finish(started, folder, timeout=240):
     return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
 
 
-def losses(folder):
-    """Return the losses by step, each of which must be there once."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder, *names):
+    """Return values of metrics.jsonl by step, each of which must be there once."""
+    lines = metrics_of(folder / "run")
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    return [line["loss"] for line in lines]
+    return [[line.get(name) for name in names] for line in lines]
 
 
 @pytest.mark.slow
@@ -103,11 +105,9 @@ def test_several_processes_train_what_one_would(tmp_path):
     assert [code for code, _ in found] == [0] * 4, found
     found = finish(start(many, number=1, devices=1, **keys), many)
     assert [code for code, _ in found] == [0], found
-    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
-    names = ("step", "phase", "global_batch_size", "consumed_samples", "learning_rate")
-    lines = [(folder / "run" / "metrics.jsonl").read_text().splitlines() for folder in (many, one)]
-    several, alone = ([[json.loads(line)[name] for name in names] for line in part] for part in lines)
-    assert several == alone
+    np.testing.assert_allclose(metrics(many, "loss"), metrics(one, "loss"), rtol=1e-5)
+    names = ("phase", "global_batch_size", "consumed_samples", "learning_rate")
+    assert metrics(many, *names) == metrics(one, *names)
 
 
 @pytest.mark.slow
@@ -121,9 +121,8 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
     """
     folder = tmp_path / "out"
     started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
-    metrics = folder / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") > 8):
+    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text().count("\n") > 8):
         assert time.monotonic() < deadline
         assert all(process.is_alive() for process in started)
         time.sleep(0.2)
@@ -136,7 +135,7 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
         done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
         found = finish(start(folder, number=2, devices=2, steps=done + 2), folder)
         assert [code for code, _ in found] == [0, 0]
-        assert len(losses(folder)) == done + 2
+        assert len(metrics(folder)) == done + 2
 
 
 class LateRows:
@@ -155,6 +154,12 @@ class LateRows:
         return {"x": np.full(4, index, np.float32)}
 
 
+def plan_of(count, schedule, steps, **splitter):
+    """Return a plan for as many replicas of one device."""
+    ramp, splitter = BatchRamp.from_schedule(schedule), BatchSplitter(data_parallel_size=count, **splitter)
+    return RampPlan(ramp=ramp, splitter=splitter, num_devices=count, total_steps=steps)
+
+
 def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0), **splitter):
     """Train one device of each of `count` processes; return the batches' microbatch sizes and the last loss."""
     import jax
@@ -165,12 +170,7 @@ def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0),
     join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
     devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(count)]
     mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
-    plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.from_schedule(schedule),
-        splitter=rampup.BatchSplitter(data_parallel_size=count, **splitter),
-        num_devices=count,
-        total_steps=num_steps,
-    )
+    plan = plan_of(count, schedule, num_steps, **splitter)
     tx, sizes = optax.sgd(0.001), []
     time.sleep(delays[0])
     step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
@@ -236,12 +236,7 @@ def train_own_state(number, port, path):
         return *toy.loss_fn(params, batch, keys), 0.9 * mean + 0.1 * batch["x"].mean(0)
 
     tx = optax.adam(0.1)
-    plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.from_schedule("0:4 8:8"),
-        splitter=rampup.BatchSplitter(data_parallel_size=2),
-        num_devices=2,
-        total_steps=4,
-    )
+    plan = plan_of(2, "0:4 8:8", 4)
     params = {"in": np.full((8, 4), 0.1, np.float32), "out": np.full((4, 8), 0.2, np.float32)}
     own = {"ema": params, "batch_stats": jax.numpy.zeros(8), "key": jax.random.key(1)}
     state = rampup.prepare_state(State.create(apply_fn=None, params=params, tx=tx, **own), mesh)
@@ -310,9 +305,10 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
 
 def run_without_noise(words, folder, opened):
     """Run `rampup` in a process that takes the noise scale to be 0, and so would never grow the batch."""
-    from rampup.loop.components import NoiseAverages
+    from rampup.batch_size.auto import AutoSchedule
 
-    NoiseAverages.lower_end = property(lambda self: 0.0)
+    decide = AutoSchedule.decide
+    AutoSchedule.decide = lambda self, noise_scale, **where: decide(self, noise_scale=0.0, **where)
     return run_command(words, folder, opened)
 
 
@@ -326,12 +322,11 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
     assert [code for code, _ in found] == [0, 0], found
     for folder in (one, many):
         train(Config(base_output_directory=str(folder), **keys | {"steps": 24}))
-    lines = [json.loads(line) for line in (many / "run" / "metrics.jsonl").read_text().splitlines()]
-    sizes = [line["global_batch_size"] for line in lines]
-    assert sizes[0] < sizes[11] < sizes[23]
-    for before, after in itertools.pairwise(lines):
-        assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
-    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
+    sizes = metrics(many, "global_batch_size", "next_global_batch_size")
+    assert sizes[0][0] < sizes[11][0] < sizes[23][0]
+    for (size, decided), (after, _) in itertools.pairwise(sizes):
+        assert after == (size if decided is None else decided)
+    np.testing.assert_allclose(metrics(many, "loss"), metrics(one, "loss"), rtol=1e-5)
 
 
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
@@ -348,14 +343,11 @@ def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
 @pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_data(tmp_path):
     """Files of the same names and lengths with other content are named, in every process, before anything is written."""
-    for number in range(2):
-        (tmp_path / f"data{number}").mkdir()
-        for name in "ab":
-            text = "".join(f"line {line} of {name}\n" for line in range(3000))
-            (tmp_path / f"data{number}" / f"{name}.txt").write_text(
-                text.replace("line 7", f"LINE {number}") if name == "b" else text
-            )
     folder, folders = tmp_path / "out", [tmp_path / f"data{number}" for number in range(2)]
+    for number, own in enumerate(folders):
+        own.mkdir()
+        (own / "a.txt").write_text("".join(f"line {line}\n" for line in range(3000)))
+        (own / "b.txt").write_text("".join(f"line {line} of {number}\n" for line in range(3000)))
     for code, output in finish(start(folder, number=2, devices=2, folders=folders, grain_train_files="*.txt"), folder):
         assert code == 2
         assert "data: b.txt: " in output
@@ -442,13 +434,6 @@ def test_processes_start_however_late_one_is(tmp_path):
     port = free_port()
     processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
     assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
-
-
-def test_differences_name_files_and_ignore_missing_facts():
-    """Of the data's files the first that differs is reported; a process that leaves a fact out agrees."""
-    facts = [{"data": {"a": "x", "b": "y", "c": "z"}}, {}, {"data": {"a": "x", "b": "Y"}}]
-    assert _differences(facts) == {"data": "data: b: y in process 0, Y in process 2, and 1 more files"}
-    assert _differences(facts[:2]) == {}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ import threading
 import time
 import types
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import jax
 import pytest
+from helpers.processes import free_port
+from helpers.snippets import ROOT
 from helpers.tiny import TINY, command_line
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster, ompi_cluster
 
@@ -29,97 +30,81 @@ from rampup.loop import distributed
 from rampup.loop.distributed import join
 from rampup.loop.launchers import local_device_ids
 
-SLURM_JOB = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
-SLURM_SHELL = SLURM_JOB | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "ENVIRONMENT": "BATCH"}
-SLURM = SLURM_JOB | {
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_NODELIST": "n[1-2]",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-}
-SLURM_ONE = SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
-OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
-OPEN_MPI_5 = OPEN_MPI | {"OMPI_VERSION": "5.0.11", "PRTE_LAUNCHED": "1"}
-GKE = {"TPU_WORKER_ID": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_SKIP_MDS_QUERY": "1"}
-SLICES = {"MEGASCALE_COORDINATOR_ADDRESS": "job-0-0.job:8080", "MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}
-POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "pod", "JOB_COMPLETION_INDEX": "1"}
-XPK_GPU = {"JAX_COORDINATOR_ADDRESS": "set-job-0-0.set", "JAX_COORDINATOR_PORT": "6002", "NNODES": "2", "NODE_RANK": "1"}
-XPK_CPU = {"JAX_COORDINATOR_ADDRESS": "set-0-0.set:1234", "JAX_PROCESS_COUNT": "4", "PROCESSES_IN_JOB": "2", "JOB_INDEX": "1"}
-SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
-BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host0:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+def env(text):
+    """Return environment variables, written as in a shell."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+SLURM_JOB = env("SLURM_JOB_ID=17 SLURM_NTASKS=2 SLURM_NNODES=2 SLURM_JOB_NODELIST=n[1-2]")
+SLURM_SHELL = SLURM_JOB | env("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 ENVIRONMENT=BATCH")
+SLURM = SLURM_JOB | env("SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_NODELIST=n[1-2]")
+SLURM |= env("SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2)")
+SLURM_ONE = SLURM | env("SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1")
+SLURM_PAIR = SLURM | env("SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_GPUS_ON_NODE=8")
+OPEN_MPI = env("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1")
+OPEN_MPI_4 = OPEN_MPI | env("OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
+OPEN_MPI_5 = OPEN_MPI | env("OMPI_VERSION=5.0.11 PRTE_LAUNCHED=1")
+GKE = env("TPU_WORKER_ID=1 KUBERNETES_SERVICE_HOST=10.0.0.1 TPU_SKIP_MDS_QUERY=1")
+SLICES = env("MEGASCALE_COORDINATOR_ADDRESS=job-0-0.job:8080 MEGASCALE_NUM_SLICES=2 MEGASCALE_SLICE_ID=1")
+NAMELESS = env("KUBERNETES_SERVICE_HOST=10.0.0.1")
+POD = NAMELESS | env("HOSTNAME=pod JOB_COMPLETION_INDEX=1")
+XPK_GPU = env("JAX_COORDINATOR_ADDRESS=set-job-0-0.set JAX_COORDINATOR_PORT=6002 NNODES=2 NODE_RANK=1")
+XPK_CPU = env("JAX_COORDINATOR_ADDRESS=set-0-0.set:1234 JAX_PROCESS_COUNT=4 PROCESSES_IN_JOB=2 JOB_INDEX=1")
+SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2") | {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+TORCHRUN = env("WORLD_SIZE=2 RANK=1 MASTER_ADDR=host0 MASTER_PORT=29500")
+BY_HAND = env("JAX_COORDINATOR_ADDRESS=host0:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1")
 HOSTS = "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4"
+WORKER_1, WORKER_2 = {"worker": 1, "hosts": "?"}, {"worker": 2, "hosts": HOSTS}
+NEEDS_HOSTNAME = {"kubernetes": True, "needs": "expected HOSTNAME"}
 
 # name -> what the launcher sets, what else is there, and the place that JAX gets; None = alone, text = the error.
 LAUNCHES = {
     "alone": ({}, {}, None),
     "srun": (SLURM, {}, ("n1:61457", 2, 1)),
-    "srun, port": (SLURM | {"JAX_COORDINATOR_PORT": "7000"}, {}, ("n1:7000", 2, 1)),
+    "srun, port": (SLURM | env("JAX_COORDINATOR_PORT=7000"), {}, ("n1:7000", 2, 1)),
     "srun, one task": (SLURM_ONE, {}, None),
     "batch script without srun": (SLURM_SHELL, {}, "SLURM_NTASKS=2, SLURM_PROCID=0: .* Start it with srun"),
     "salloc": (SLURM_JOB, {}, None),
-    "salloc whose shell is a step": (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}, {}, None),
-    "srun, address": (SLURM | {"JAX_COORDINATOR_ADDRESS": "n1:9"}, {}, ("n1:9", 2, 1)),
-    "srun, variables of the script's author": (SLURM | {"NNODES": "9", "NODE_RANK": "8"}, {}, ("n1:61457", 2, 1)),
+    "salloc whose shell is a step": (SLURM | env("SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1"), {}, None),
+    "srun, address": (SLURM | env("JAX_COORDINATOR_ADDRESS=n1:9"), {}, ("n1:9", 2, 1)),
+    "srun, variables of the script's author": (SLURM | env("NNODES=9 NODE_RANK=8"), {}, ("n1:61457", 2, 1)),
     "mpirun 4": (OPEN_MPI_4, {}, ("10.96.0.1:62624", 2, 1)),
     "mpirun 4 in a batch script": (SLURM_SHELL | OPEN_MPI_4, {}, ("10.96.0.1:62624", 2, 1)),
-    "mpirun 5": (OPEN_MPI_5 | {"JAX_COORDINATOR_PORT": "7000"}, {"mpi4py": True, "needs": "_is_ompi_5"}, ("host0:7000", 2, 1)),
+    "mpirun 5": (OPEN_MPI_5 | env("JAX_COORDINATOR_PORT=7000"), {"mpi4py": True, "needs": "_is_ompi_5"}, ("host0:7000", 2, 1)),
     "mpirun 5 without mpi4py": (OPEN_MPI_5, {"needs": "_is_ompi_5"}, "OMPI_COMM_WORLD_SIZE=2, .* requires mpi4py"),
-    "mpirun 5 without mpi4py, address": (OPEN_MPI_5 | {"JAX_COORDINATOR_ADDRESS": "host0:9"}, {}, ("host0:9", 2, 1)),
+    "mpirun 5 without mpi4py, address": (OPEN_MPI_5 | env("JAX_COORDINATOR_ADDRESS=host0:9"), {}, ("host0:9", 2, 1)),
     "TPU VM": ({}, {"worker": 0, "hosts": "10.0.0.1"}, None),
-    "TPU VM, 4 hosts": ({}, {"worker": 2, "hosts": HOSTS}, ("10.0.0.1:8482", 4, 2)),
-    "TPU VM, 4 hosts, CPU only": ({}, {"worker": 2, "hosts": HOSTS, "platforms": "cpu"}, None),
-    "TPU VM, 2 slices of 4 hosts": ({}, {"worker": 2, "hosts": HOSTS, "slices": SLICES}, ("job-0-0.job:8482", 8, 6)),
-    "TPU VM with host names": (
-        {"TPU_WORKER_HOSTNAMES": HOSTS, "TPU_WORKER_ID": "2"},
-        {"worker": 2, "hosts": HOSTS},
-        ("10.0.0.1:8482", 4, 2),
-    ),
+    "TPU VM, 4 hosts": ({}, WORKER_2, ("10.0.0.1:8482", 4, 2)),
+    "TPU VM, 4 hosts, CPU only": ({}, WORKER_2 | {"platforms": "cpu"}, None),
+    "TPU VM, 2 slices of 4 hosts": ({}, WORKER_2 | {"slices": SLICES}, ("job-0-0.job:8482", 8, 6)),
+    "TPU VM with host names": (env(f"TPU_WORKER_HOSTNAMES={HOSTS} TPU_WORKER_ID=2"), WORKER_2, ("10.0.0.1:8482", 4, 2)),
     "TPU VM, no metadata": ({}, {"tpu": True}, "GceTpuCluster says: .*"),
-    "TPU VM with its own name, no metadata": ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {"tpu": True}, None),
-    "GKE TPU": (GKE | {"TPU_WORKER_HOSTNAMES": "job-0,job-1"}, {"worker": 1, "hosts": "?"}, ("job-0:8482", 2, 1)),
+    "TPU VM with its own name, no metadata": (env("TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"), {"tpu": True}, None),
+    "GKE TPU": (GKE | env("TPU_WORKER_HOSTNAMES=job-0,job-1"), WORKER_1, ("job-0:8482", 2, 1)),
     "GKE TPU, addresses": (
-        GKE | {"TPU_PROCESS_ADDRESSES": "10.0.0.1:8471,10.0.0.2:8471"},
-        {"worker": 1, "hosts": "?", "needs": "TPU_PROCESS_ADDRESSES"},
+        GKE | env("TPU_PROCESS_ADDRESSES=10.0.0.1:8471,10.0.0.2:8471"),
+        WORKER_1 | {"needs": "TPU_PROCESS_ADDRESSES"},
         ("10.0.0.1:8482", 2, 1),
     ),
     "GKE TPU, 2 slices": (
-        GKE | SLICES | {"TPU_WORKER_HOSTNAMES": "job-1-0", "TPU_WORKER_ID": "0"},
+        GKE | SLICES | env("TPU_WORKER_HOSTNAMES=job-1-0 TPU_WORKER_ID=0"),
         {"tpu": True},
         ("job-0-0.job:8482", 2, 1),
     ),
     "JobSet": (POD, {"kubernetes": True}, ("job-0.set:55527", 2, 1)),
-    "Job that is not indexed": (
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "pod"},
-        {"kubernetes": True},
-        "K8sCluster says: .* jobs must be indexed",
-    ),
-    "JobSet without a name": (
-        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
-        {"kubernetes": True, "needs": "expected HOSTNAME", "says": "JAX's K8sCluster says: RuntimeError: expected HOSTNAME"},
-        None,
-    ),
+    "Job that is not indexed": (NAMELESS | env("HOSTNAME=pod"), {"kubernetes": True}, "K8sCluster says: .* must be indexed"),
+    "JobSet without a name": (NAMELESS, NEEDS_HOSTNAME | {"says": "K8sCluster says: RuntimeError: expected HOSTNAME"}, None),
     "JobSet without kubernetes": (POD, {}, "JOB_COMPLETION_INDEX=1: .* kubernetes"),
-    "JobSet without kubernetes, first pod": (POD | {"JOB_COMPLETION_INDEX": "0"}, {}, None),
+    "JobSet without kubernetes, first pod": (POD | env("JOB_COMPLETION_INDEX=0"), {}, None),
     "xpk, GPU": (XPK_GPU, {}, ("set-job-0-0.set:6002", 2, 1)),
-    "xpk, CPU": (XPK_CPU | {"JOB_COMPLETION_INDEX": "1"}, {}, ("set-0-0.set:1234", 4, 3)),
+    "xpk, CPU": (XPK_CPU | env("JOB_COMPLETION_INDEX=1"), {}, ("set-0-0.set:1234", 4, 3)),
     "SkyPilot": (SKYPILOT, {}, ("10.0.0.5:8476", 2, 1)),
-    "SkyPilot, one host": (SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, {}, None),
-    "torchrun": (
-        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"},
-        {},
-        "WORLD_SIZE=2, RANK=1: ",
-    ),
+    "SkyPilot, one host": (SKYPILOT | env("SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0"), {}, None),
+    "torchrun": (TORCHRUN, {}, "WORLD_SIZE=2, RANK=1: "),
     "by hand": (BY_HAND, {}, ("host0:1234", 2, 1)),
-    "by hand, without a port": (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "[::1]"}, {}, ("[::1]:8476", 2, 1)),
-    "by hand, one process": (BY_HAND | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, {}, None),
+    "by hand, without a port": (BY_HAND | env("JAX_COORDINATOR_ADDRESS=[::1]"), {}, ("[::1]:8476", 2, 1)),
+    "by hand, one process": (BY_HAND | env("JAX_NUM_PROCESSES=1 JAX_PROCESS_ID=0"), {}, None),
 }
 
 
@@ -201,18 +186,15 @@ def _mpi4py():
 
 def _kubernetes():
     """Return the package, whose server knows a JobSet of two pods."""
-    owner, labels = types.SimpleNamespace(kind="Job", controller=True), {"job-name": "job"}
-    pod = types.SimpleNamespace(metadata=types.SimpleNamespace(labels=labels, owner_references=[owner], name="pod"))
-    about = types.SimpleNamespace(name="job", labels={"jobset.sigs.k8s.io/jobset-name": "set"})
-    job = types.SimpleNamespace(metadata=about, spec=types.SimpleNamespace(parallelism=2))
-    pods = types.SimpleNamespace(list_namespaced_pod=lambda **_: types.SimpleNamespace(items=[pod]))
-    client = types.SimpleNamespace(
-        CoreV1Api=lambda: pods,
-        BatchV1Api=lambda: types.SimpleNamespace(read_namespaced_job=lambda **_: job),
-        exceptions=types.SimpleNamespace(ApiException=OSError),
+    module, owner = mock.MagicMock(), types.SimpleNamespace(kind="Job", controller=True)
+    pod = types.SimpleNamespace(metadata=mock.Mock(labels={"job-name": "job"}, owner_references=[owner]))
+    module.client.CoreV1Api().list_namespaced_pod.return_value.items = [pod]
+    labels = {"jobset.sigs.k8s.io/jobset-name": "set"}
+    job = types.SimpleNamespace(
+        metadata=types.SimpleNamespace(name="job", labels=labels), spec=types.SimpleNamespace(parallelism=2)
     )
-    module = types.ModuleType("kubernetes")
-    module.client, module.config = client, types.SimpleNamespace(load_incluster_config=lambda: None)
+    module.client.BatchV1Api().read_namespaced_job.return_value = job
+    module.client.exceptions.ApiException = OSError
     return module
 
 
@@ -234,7 +216,7 @@ def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
     found = [tuple(call[key] for key in ("coordinator_address", "num_processes", "process_id")) for call in joined]
     assert found == ([expected] if isinstance(expected, tuple) else [])
     if "says" in machine:
-        assert f"this process runs alone. {machine['says']}" in capsys.readouterr().err
+        assert f"this process runs alone. JAX's {machine['says']}" in capsys.readouterr().err
 
 
 def test_distributed_decides(launch, joined, monkeypatch):
@@ -254,18 +236,15 @@ def test_distributed_decides(launch, joined, monkeypatch):
     [
         ({}, None),
         (SLURM, None),  # one task on this node: all of its GPUs
-        (SLURM | {"SLURM_GPUS_ON_NODE": "8"}, None),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM_LOCALID": "1"}, [1]),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "7", "SLURM_GPUS_ON_NODE": "8"}, [7]),
-        (
-            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8"},
-            "SLURM_GPUS_ON_NODE=8.*--ntasks-per-node=8",
-        ),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0"}, None),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_GPUS_ON_NODE": "8", "JAX_LOCAL_DEVICE_IDS": "4,5,6,7"}, None),
+        (SLURM | env("SLURM_GPUS_ON_NODE=8"), None),
+        (SLURM | env("SLURM_STEP_TASKS_PER_NODE=3,2 SLURM_LOCALID=1"), [1]),
+        (SLURM | env("SLURM_STEP_TASKS_PER_NODE=8(x2) SLURM_LOCALID=7 SLURM_GPUS_ON_NODE=8"), [7]),
+        (SLURM_PAIR, "SLURM_GPUS_ON_NODE=8.*--ntasks-per-node=8"),
+        (SLURM_PAIR | env("CUDA_VISIBLE_DEVICES=0"), None),
+        (SLURM_PAIR | env("JAX_LOCAL_DEVICE_IDS=4,5,6,7"), None),
         (OPEN_MPI_4, [1]),
-        (OPEN_MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None),
-        (OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "CUDA_VISIBLE_DEVICES=0,1,2"),
+        (OPEN_MPI_4 | env("OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0"), None),
+        (OPEN_MPI_4 | env("CUDA_VISIBLE_DEVICES=0,1,2"), "CUDA_VISIBLE_DEVICES=0,1,2"),
     ],
 )
 def test_no_gpu_of_a_host_is_left_unused(variables, expected, launch):
@@ -279,7 +258,6 @@ def test_no_gpu_of_a_host_is_left_unused(variables, expected, launch):
         assert local_device_ids() == expected
 
 
-ROOT = Path(__file__).parent.parent.parent
 BASE = ROOT / "configs" / "base.yml"
 
 
@@ -347,14 +325,9 @@ def slurm(tmp_path_factory):
     needed = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc")
     if missing := [name for name in needed if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
         pytest.skip(f"{', '.join(missing)} are not installed (Debian: slurmctld slurmd slurm-client munge)")
-    folder, ports = tmp_path_factory.mktemp("slurm"), []
-    for _ in range(3):
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            ports.append(listener.getsockname()[1])
-    host = socket.gethostname().partition(".")[0]
+    folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname().partition(".")[0]
     names = {"host": host, "user": getpass.getuser(), "folder": folder}
-    names |= dict(zip(("controller", "node", "second"), ports, strict=True))
+    names |= {name: free_port() for name in ("controller", "node", "second")}
     (folder / "slurm.conf").write_text(SLURM_CONF.format(**names))
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)

@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 from dataclasses import replace
-from typing import ClassVar
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -90,25 +90,6 @@ def uninterrupted(parts, tmp_path_factory):
     return metrics_of(folder), dict(ids)
 
 
-def test_loop_writes_the_promised_metrics(parts, tmp_path):
-    """Every step is in metrics.jsonl once, with the names and values that are promised."""
-    summary, _ = run(parts, tmp_path)
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    plan = parts[1]
-    assert [line["step"] for line in found] == list(range(STEPS))
-    for line in found:
-        position = plan.position(line["step"])
-        names = "step consumed_samples phase global_batch_size loss learning_rate step_seconds tokens_per_second"
-        assert list(line)[:8] == names.split()
-        assert line["consumed_samples"] == position.consumed_samples + line["global_batch_size"]
-        assert (line["phase"], line["global_batch_size"]) == (position.phase.index, position.phase.global_batch_size)
-    assert summary.steps == STEPS
-    assert summary.consumed_samples == plan.consumed_samples
-    assert (summary.first_loss, summary.final_loss) == (found[0]["loss"], found[-1]["loss"])
-    assert summary.num_compilations == 1
-    assert summary.checkpoint == str(tmp_path / "checkpoints" / str(STEPS))
-
-
 @pytest.mark.parametrize(
     "stop_after", [pytest.param(step, marks=[] if step in (0, 3, 4, 8) else pytest.mark.slow) for step in range(STEPS - 3)]
 )
@@ -139,50 +120,66 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
     assert found == [LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
     events.clear()
-    run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))  # as another program writes it
+    summary, _ = run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
+    assert (summary.steps, summary.first_loss) == (STEPS, None)
     assert not [event for event in events if isinstance(event, LearningRateChanged)]
 
 
-def test_loop_reports_events(parts, tmp_path):
-    """Start, each phase once before its first step, every step, evaluations, checkpoints and stop are reported."""
-    events = []
-    losses = iter([3.0, 1.0])
+def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
+    """Each step once in metrics.jsonl, with the promised names and values; all events; and the state, which is alive."""
+    plan, events, losses = parts[1], [], iter([3.0, 1.0])
+    console = Console(file=io.StringIO(), width=120)
+    progress = rampup.TrainProgress(console, log_period=1)
+
+    def on_event(event):
+        events.append(event)
+        progress(event)
+
     evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=6)
-    summary, _ = run(parts, tmp_path, events=events, evaluation=evaluation)
+    state, summary = run_own(parts, tmp_path, on_event=on_event, evaluation=evaluation)
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == list(range(STEPS))
+    for line in found:
+        position = plan.position(line["step"])
+        names = "step consumed_samples phase global_batch_size loss learning_rate step_seconds tokens_per_second"
+        assert list(line)[:8] == names.split()
+        assert line["consumed_samples"] == position.consumed_samples + line["global_batch_size"]
+        assert (line["phase"], line["global_batch_size"]) == (position.phase.index, position.phase.global_batch_size)
+    assert (int(state.step), summary.steps, summary.consumed_samples) == (STEPS, STEPS, plan.consumed_samples)
+    assert (summary.first_loss, summary.final_loss) == (found[0]["loss"], found[-1]["loss"])
     assert (summary.first_eval_loss, summary.final_eval_loss) == (3.0, 1.0)
+    assert summary.num_compilations == 1
     assert summary.seconds > 0
-    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1], tokens_per_sample=10)
+    assert summary.checkpoint == str(tmp_path / "checkpoints" / str(STEPS))
+    loaded = rampup.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
+    assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
+
+    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=plan, tokens_per_sample=10)
     assert events[-1] == RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
 
     def values(kind, name):
         return [getattr(event, name) for event in events if isinstance(event, kind)]
 
     assert values(PhaseStarted, "phase") == [0, 1, 2]
-    assert values(PhaseStarted, "step") == [phase.start_step for phase in parts[1].ramp.phases]
+    assert values(PhaseStarted, "step") == [phase.start_step for phase in plan.ramp.phases]
     assert values(StepDone, "step") == list(range(STEPS))
     assert values(CheckpointSaved, "steps") == [5, 10, 12]
     assert values(Evaluated, "step") == [5, 11]
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    samples = parts[1].ramp.samples_before
+    samples = plan.ramp.samples_before
     assert evals == [{"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss} for n, loss in ((5, 3.0), (11, 1.0))]
+    text = console.file.getvalue()  # the loop reports its plan, so the progress bar knows samples, phases and the time left
+    for words in (" tokens/s, ", "phase 2 from step", f"{plan.consumed_samples:,} samples, 0:00 left"):
+        assert words in text
 
-
-def test_loop_without_checkpoints_starts_over(parts, tmp_path):
-    """A run without checkpoints starts from the beginning again, and its metrics with it."""
-    for _ in range(2):
-        summary, _ = run(parts, tmp_path, checkpoints=CheckpointOptions())
-        assert (summary.resumed_from, summary.checkpoint) == (0, None)
-        assert len(metrics_of(tmp_path)) == STEPS
-
-
-def test_loop_refuses_the_checkpoint_of_another_ramp(parts, tmp_path):
-    """A checkpoint of another ramp is refused."""
-    run(parts, tmp_path, stop_after=4)
-    mesh, _, _ = parts
-    plan = toy.plan_for(mesh, "0:16 64:48", steps=STEPS)
-    other = (mesh, plan, train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, seed=3))
-    with pytest.raises(ResumeMismatchError, match="from sample 64: 48  <- differs"):
-        run(other, tmp_path)
+    events.clear()
+    again, second = run_own(parts, tmp_path, on_event=events.append)
+    assert [type(event) for event in events] == [RunStarted, RunStopped]  # a finished run trains nothing
+    assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
 
 
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
@@ -196,30 +193,6 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
     assert metrics_of(tmp_path) == uninterrupted[0]
 
 
-def test_loop_returns_the_trained_state_and_summary(parts, tmp_path):
-    """The state that `run` returns can be used: it is that of the last checkpoint, and its arrays are alive."""
-    state, summary = run_own(parts, tmp_path)
-    assert int(state.step) == summary.steps == STEPS
-    loaded = rampup.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
-    assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
-    events = []
-    again, second = run_own(parts, tmp_path, on_event=events.append)
-    assert [type(event) for event in events] == [RunStarted, RunStopped]  # a finished run trains nothing
-    assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
-
-
-def test_train_progress_works_with_an_own_loop(parts, tmp_path):
-    """The loop reports its plan, so the progress bar knows samples, phases and the time left."""
-    plan, console = parts[1], Console(file=io.StringIO(), width=120)
-    run_own(parts, tmp_path, on_event=rampup.TrainProgress(console, log_period=1))
-    text = console.file.getvalue()
-    assert " tokens/s, " in text
-    assert "phase 2 from step" in text
-    assert f"{plan.consumed_samples:,} samples, 0:00 left" in text
-
-
 def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
     """Scalars in aux are written as means, under their names, to metrics.jsonl and to writers, beside the use of the device."""
     monkeypatch.setattr("rampup.loop.metrics.peak_flops", {"cpu": 1e12}.get)
@@ -230,20 +203,12 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
         loss, weight, _ = toy.loss_fn(params, batch, keys)
         return loss, weight, {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
 
-    class Writer:
-        found: ClassVar = []
-
-        def write_scalars(self, step, scalars):
-            self.found.append(scalars | {"step": step})
-
-        def flush(self): ...
-
-        def close(self): ...
-
-    step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
-    metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [Writer()])
+    step, writer = train_step(loss_fn, optax.sgd(0.1), plan, mesh), mock.Mock()
+    metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [writer])
     run_own((mesh, plan, step), tmp_path, metrics=metrics)
-    for line, scalars in zip(read_lines(tmp_path / "metrics.jsonl"), Writer.found, strict=True):
+    for line, call in zip(read_lines(tmp_path / "metrics.jsonl"), writer.write_scalars.call_args_list, strict=True):
+        number, scalars = call.args
+        assert number == line["step"]
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
         assert line["nested/loss"] == pytest.approx(line["loss"])
@@ -278,8 +243,8 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
         (RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
     ],
 )
-def test_a_stop_says_that_nothing_is_saved(parts, tmp_path, kind, options, words):
-    """Without checkpoints, no command is offered that would start over; before the first step there is nothing."""
+def test_a_stopped_run_without_a_checkpoint_starts_over(parts, tmp_path, kind, options, words):
+    """The stop says that nothing is saved, and the next start begins again, and its metrics with it."""
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=100)
 
@@ -290,27 +255,23 @@ def test_a_stop_says_that_nothing_is_saved(parts, tmp_path, kind, options, words
 
     run_own(parts, tmp_path, on_event=on_event, **options)
     assert words in console.file.getvalue()
+    summary, _ = run(parts, tmp_path, **options)
+    assert (summary.resumed_from, summary.checkpoint is None) == (0, bool(options))
+    assert len(metrics_of(tmp_path)) == STEPS
 
 
-def test_metrics_that_other_programs_wrote_do_not_end_a_run(parts, tmp_path):
-    """The first line may lack a loss; the summary of a run that has trained is printed all the same."""
-    run(parts, tmp_path, stop_after=8)
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))
-    summary, _ = run(parts, tmp_path)
-    assert (summary.steps, summary.first_loss) == (STEPS, None)
-
-
-def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path):
-    """The error names leaves with both shapes, and is not the checkpoint library's own."""
-    run(parts, tmp_path, stop_after=8)
+def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
+    """The error has the table of both ramps, or the leaves that differ with both shapes, and not the library's own words."""
+    run(parts, tmp_path, stop_after=4)
     mesh, plan, step = parts
+    other = toy.plan_for(mesh, "0:16 64:48", steps=STEPS)
+    with pytest.raises(ResumeMismatchError, match="from sample 64: 48  <- differs"):
+        run((mesh, other, train_step(toy.loss_fn, optax.adamw(1e-2), other, mesh, seed=3)), tmp_path)
     params = toy.new_params(mesh)
     state = create_state({"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh)
     options = {"batches": lambda start: iter(()), "checkpoints": CheckpointOptions(identity={"who": "toy"})}
-    loop = Loop(plan=plan, step=step, folder=tmp_path, **options)
     with pytest.raises(ResumeMismatchError, match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here") as caught:
-        loop.run(state)
+        Loop(plan=plan, step=step, folder=tmp_path, **options).run(state)
     assert "Truncating" not in str(caught.value)
 
 

@@ -3,11 +3,11 @@
 import json
 import socket
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import fake_bucket
+from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
 from rampup import load_config
@@ -19,16 +19,9 @@ from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
+from rampup.loop.metrics import TensorBoardWriter
 from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
-from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
-
-TINY = [
-    *("checkpoint_period=2", "base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2", "base_mlp_dim=16"),
-    *("max_target_length=16", "per_device_batch_size=1", "enable_rampup_batch_size=false", "dataset_type=synthetic"),
-    *("eval_interval=-1", "jax_cache_dir=null"),
-]
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +41,21 @@ def folder(bucket, monkeypatch):
     return as_path("gs://bucket/runs/demo")
 
 
-def test_step_log_in_a_bucket_is_complete_after_sync(folder, bucket):
-    """Lines are in the bucket after `sync` and `close`; a resume removes those of later steps; only some writes upload."""
-    path = folder / "metrics.jsonl"
-    log = StepLog(path, keep_below=0)
-    for step in range(5):
-        log.write({"step": step})
-    assert len(list(read_lines(path))) < 5
-    log.sync()
-    assert [line["step"] for line in read_lines(path)] == list(range(5))
-    log.write({"step": 5})
-    log.close()
-    assert [line["step"] for line in read_lines(path)] == list(range(6))
-    StepLog(path, keep_below=3).close()
-    assert [line["step"] for line in read_lines(path)] == [0, 1, 2]
-    assert list(read_lines(folder / "eval.jsonl")) == []
-    assert set(bucket) == {"/bucket/runs/demo/metrics.jsonl"}
-
-
 def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, monkeypatch):
-    """A complete part is never written again, readers see one file, and a resume deletes the parts after its step."""
+    """Lines are there after `sync` and `close`, and a complete part is never written again. Readers see one file, and a resume
+    deletes the parts after its step.
+    """
     monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 100)
     path, written = folder / "metrics.jsonl", []
     log = StepLog(path, keep_below=0)
     for step in range(60):
         before = dict(bucket)
         log.write({"step": step})
-        log.sync()
+        assert len(list(read_lines(path))) == step  # a line is not uploaded at once
+        log.sync() if step < 59 else log.close()
+        assert len(list(read_lines(path))) == step + 1
         written += [name for name, value in bucket.items() if before.get(name) is not value]
-    log.close()
+    assert list(read_lines(folder / "eval.jsonl")) == []
     assert sorted(bucket)[:3] == [f"/bucket/runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003")]
     assert written == sorted(written, key=lambda name: (len(name), name))
     assert max(len(value.getvalue()) for value in bucket.values()) < 130
@@ -117,13 +96,15 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
     writer.close()
 
 
-def test_one_process_owns_a_run_in_a_bucket(folder, bucket):
+def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
     """A second owner is refused with the first one's host while that lives; the object of a dead one is taken over."""
     lock = folder / LOCK_FILE
     with own_run(folder):
         first = json.loads(lock.read_text())
         assert first["host"] == socket.gethostname()
-        assert "another process trains in gs://bucket/runs/demo" in run_lock._acquire(lock)[1]
+        monkeypatch.setattr(run_lock, "_held", {})  # as in another process
+        with pytest.raises(ConfigError, match="another process trains in gs://bucket/runs/demo"), own_run(folder):
+            pass
     assert not lock.exists()
     # An owner on another host: alive while it writes, dead when it does not.
     foreign, stop = {**first, "host": "far", "token": "t"}, threading.Event()
@@ -171,8 +152,9 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
     """
 
     def run(base, steps):
-        keys = [*TINY, f"base_output_directory={base}", "run_name=demo", f"steps={steps}", "learning_rate_schedule_steps=5"]
-        return train(load_config(CONFIGS / "base.yml", keys))
+        keys = {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic", "steps": steps}
+        keys |= {"base_output_directory": base, "run_name": "demo", "checkpoint_period": 2, "learning_rate_schedule_steps": 5}
+        return train(load_config("base", command_line(TINY_MODEL | keys)))
 
     summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
