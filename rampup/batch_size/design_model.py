@@ -70,6 +70,10 @@ class NoisePoint(NamedTuple):
         """Whether one end of the interval is all that is known: the noise scale is at least `low`, or at most `noise`."""
         return self.low == 0 or (self.high == math.inf and self.noise == self.low)
 
+    def scaled(self, factor: float) -> Self:
+        """Return the measurement with its noise scale and both ends times a factor."""
+        return self._replace(noise=self.noise * factor, low=self.low * factor, high=self.high * factor)
+
 
 def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
     """Return the noise scale over the progress, and the lower and the upper end of its interval.
