@@ -300,7 +300,7 @@ class _Branches:
         schedule = {"batch_size_schedule": f"0:{window.sizes[0]}", "enable_rampup_batch_size": False}
         fused = replace(config, gradient_accumulation="fused", measure_gradient_noise=False, **schedule)
         tx = optimizer(fused, rate, run_plan)
-        setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
+        setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx)
         run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
         rows, _ = open_sources(config.data, config.model)

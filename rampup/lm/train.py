@@ -110,12 +110,12 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**found, "ramp": record.get(RAMP_ROWS, found["ramp"]), "step": record["step"]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainSetup:
     """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
-    Pipeline stages store the layers in `layer_order`; checkpoints have them in their natural order. A training state is that of
-    `step.tx`, which may wrap `tx`.
+    Another plan of as many stages and repeats can take the place of `plan`. Pipeline stages store the layers in `layer_order`;
+    checkpoints have them in their natural order. A training state is that of `step.tx`, which may wrap `tx`.
     """
 
     config: Config
@@ -127,7 +127,6 @@ class TrainSetup:
     loss: LossFn | SummableLoss
     tx: optax.GradientTransformation
     learning_rate: LearningRate
-    step: TrainStep = None  # from `with_batches`, with which a setup is built
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -151,15 +150,16 @@ class TrainSetup:
             loss=loss,
             tx=tx,
             learning_rate=rate,
-        ).with_batches(plan)
+        )
 
-    def with_batches(self, plan: RampPlan) -> Self:
-        """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """The training step, or an error if the plan, the mesh or the optimizer do not allow it."""
         config = self.config
-        step = train_step(
+        return train_step(
             self.loss,
             self.tx,
-            plan,
+            self.plan,
             self.mesh,
             engine=config.gradient_accumulation,
             seed=config.init_weights_seed,
@@ -168,7 +168,6 @@ class TrainSetup:
             wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
             measure_gradient_noise=config.measure_gradient_noise,
         )
-        return replace(self, plan=plan, step=step)
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
@@ -276,6 +275,7 @@ class Run:
             fix = "here a position does not depend on hosts: set it to -1"
             raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
+        split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
         # A process that does not read knows no fingerprints. Process 0 reads.
@@ -289,7 +289,7 @@ class Run:
             plan=plan,
             mesh=setup.mesh,
             order=sample_order(config, len(train_rows), num_samples),
-            split_for=setup.step.split_for,
+            split_for=split_for,
             # `multi_steps` calls its program once per microbatch.
             chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
             num_threads=config.grain_num_threads,

@@ -126,7 +126,8 @@ class Programs:
         memory = self.memory(size)
         if memory is None:
             return math.inf
-        used = memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
+        rows = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
+        used = memory.total + AHEAD_ON_DEVICE * rows
         # On absent slices the compiler decides what fits: it also recomputes values if memory is short.
         return used if self.target is None else min(used, self.target.limit)
 
@@ -179,7 +180,7 @@ class Programs:
         return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
-        setup = self._setup.with_batches(self._plan_of(size))
+        setup = replace(self._setup, plan=self._plan_of(size))
         return setup.step.lower(self.state_shapes, self._row, setup.plan.splits[0])
 
     def _plan_of(self, size: Size) -> RampPlan:
@@ -195,10 +196,6 @@ class Programs:
     @cached_property
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
-
-    def _batch_bytes(self, size: Size) -> int:
-        """Return the bytes that the rows of a step take of one device."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
 
 
 def finite_bytes(number: float) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 
 from rampup.config.build import build_plan, with_slices
-from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RampKeys, RunKeys
+from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.errors import ConfigError, RampupError
@@ -73,7 +74,6 @@ StepTime = Callable[[int, int], float | None]
 class Proposal:
     """Settings, and the plan that they give."""
 
-    policy: str  # `rampup_microbatch` of the plan
     settings: Mapping[str, Any]  # the keys that differ from the configuration
     plan: RampPlan  # the same ramp, split into other microbatches
     run_seconds: float | None = None  # predicted time of all steps of the run, or None if one of its sizes was not timed
@@ -81,8 +81,7 @@ class Proposal:
     @property
     def reached(self) -> tuple[BatchSplit, ...]:
         """The splits of the phases that the run reaches."""
-        phases = self.plan.ramp.phases
-        pairs = zip(phases, self.plan.splits, strict=True)
+        pairs = zip(self.plan.ramp.phases, self.plan.splits, strict=True)
         return tuple(split for phase, split in pairs if phase.start_step < self.plan.total_steps)
 
     @property
@@ -236,7 +235,19 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
             programs.announce(len(new) - number)
             programs.bytes(programs.size(b))
     elif choices:
-        times = _time_sizes(programs, choices, usable, report)
+        # The sizes of the proposals that fit on this machine, each with one pass and with the most microbatches.
+        wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
+        timed = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
+        steps = {
+            (size.microbatch_size, n): programs.step_of(size, n)
+            for size in timed
+            for n in sorted({programs.pass_unit, size.num_microbatches})
+        }
+        if steps:
+            report(f"timing microbatches of {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}")
+            times = defaultdict(dict)
+            for (b, n), timing in take_turns(steps).items():
+                times[b][n] = timing
     size = programs.size(min(programs.compiled_sizes))
     if choices:
         size = programs.size(max(_choose(facts, programs, choices, times).sizes))
@@ -255,7 +266,7 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
 
     def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
         if programs.target is not None:
-            return _roofline_seconds(programs, microbatch_size, num_microbatches, facts["usable_bytes"])
+            return _roofline_seconds(programs, microbatch_size, num_microbatches)
         if microbatch_size not in lines:
             return None
         start, slope = lines[microbatch_size]
@@ -270,30 +281,66 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
         tied = [choice for seconds, choice in timed if seconds <= least * (1 + tolerance)]
         chosen = min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
-    overhead, repeats = None, programs.splitter.num_repeats
+    phases = []
+    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
+        b, is_estimate = split.microbatch_size, programs.target is not None
+        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
+        size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
+        seconds = step_time(b, split.num_microbatches)
+        tokens = split.global_batch_size * programs.config.max_target_length
+        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+        if is_estimate:
+            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
+        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed})
+    overhead = None
     if programs.splitter.num_stages > 1:
         points = {
             b: [(math.prod(programs.loop_trips(b, n)), timing.seconds) for n, timing in by_n.items()]
             for b, by_n in times.items()
         }
-        overhead = fit_tick_overhead(points, num_repeats=repeats)
+        overhead = fit_tick_overhead(points, num_repeats=programs.splitter.num_repeats)
     seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
     others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds or math.inf)
     facts |= {
         "settings": chosen.to_dict(),
         seconds_key: chosen.run_seconds,
-        "phases": list(_phase_rows(programs, chosen, step_time)),
+        "phases": phases,
         "alternatives": [
-            {"rampup_microbatch": other.policy, "settings": other.to_dict(), "executables": len(other.sizes)}
-            | {seconds_key: other.run_seconds}
+            {
+                "rampup_microbatch": other.plan.splitter.rampup_microbatch,
+                "settings": other.to_dict(),
+                "executables": len(other.sizes),
+                seconds_key: other.run_seconds,
+            }
             for other in others
         ],
         "pipeline_tick_overhead": overhead,
         "notes": list(_notes(programs, choices, chosen, times, overhead)),
     }
-    if programs.target is not None:
-        facts |= _describe_programs(programs, chosen)
+    if programs.target is None:
+        return chosen
+    # The programs of the chosen settings for absent slices: those of a step in the last phase.
+    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
+    largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
+    facts["executables"], facts["compile_seconds"] = len(answers), sum(each.seconds for each in answers)
+    facts["memory"] = largest and {**asdict(largest), "total": largest.total}
+    if (account := programs.answer(programs.size(last.microbatch_size)).account) is not None:
+        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
+        roofline = account.roofline(programs.target.topology, trips)
+        work = {"flops": sum(account.total_flops(trips).values()), "memory_bytes": account.total_memory_bytes(trips)}
+        facts["collectives_per_step"], facts["roofline_seconds"] = account.collective_rows(trips), roofline.seconds
+        facts["roofline"] = {**asdict(roofline), **work, "kernels_of_unknown_cost": list(account.kernels)}
     return chosen
+
+
+def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int) -> float | None:
+    """Return the estimated time of a step on absent slices, or None if it does not fit."""
+    assert programs.target is not None
+    account, trips = (
+        programs.answer(programs.size(microbatch_size)).account,
+        programs.loop_trips(microbatch_size, num_microbatches),
+    )
+    return account and account.roofline(programs.target.topology, trips).seconds
 
 
 def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
@@ -325,39 +372,6 @@ def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float |
     # Results are small files that several processes may write at once, so a bucket has none.
     cache = None if folder is None or is_bucket(folder) else Path(folder).expanduser() / "topology"
     return Target(topology=topology, hbm_bytes=hbm_bytes, cache=cache)
-
-
-def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int, usable: float) -> float | None:
-    """Return the estimated time of a step, or None if it does not fit."""
-    size = programs.size(microbatch_size)
-    if programs.bytes(size) > usable:
-        return None
-    assert programs.target is not None
-    account, trips = programs.answer(size).account, programs.loop_trips(microbatch_size, num_microbatches)
-    return account and account.roofline(programs.target.topology, trips).seconds
-
-
-def _describe_programs(programs: Programs, chosen: Proposal) -> Facts:
-    """Return the facts about the programs of the chosen settings for absent slices: those of a step in the last phase."""
-    assert programs.target is not None
-    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
-    account = programs.answer(programs.size(last.microbatch_size)).account
-    largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
-    facts: Facts = {
-        "executables": len(answers),
-        "compile_seconds": sum(each.seconds for each in answers),
-        "memory": largest and {**asdict(largest), "total": largest.total},
-    }
-    if account is not None:
-        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
-        roofline = account.roofline(programs.target.topology, trips)
-        work = {"flops": sum(account.total_flops(trips).values()), "memory_bytes": account.total_memory_bytes(trips)}
-        facts |= {
-            "collectives_per_step": account.collective_rows(trips),
-            "roofline_seconds": roofline.seconds,
-            "roofline": {**asdict(roofline), **work, "kernels_of_unknown_cost": list(account.kernels)},
-        }
-    return facts
 
 
 # The largest size that fits, and the next one, which was tried and does not; None if there is none.
@@ -449,76 +463,43 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
     These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
     (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
     """
-    splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
+    splitter, sizes, own = unconstrained(plan.splitter), plan.ramp.sizes, config.gradient_accumulation_steps
+
+    def propose(policy: str, microbatch_size: int, accumulation: int) -> Proposal | None:
+        """Return the proposal if it is legal, leaves the ramp unchanged and has only microbatches that fit."""
+        settings: dict[str, Any] = {"rampup_microbatch": policy, "microbatch_size": microbatch_size}
+        settings["gradient_accumulation_steps"] = accumulation
+        if accumulation != own and config.batch_size_schedule is None:
+            # Every global batch stays as it is.
+            names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
+            settings |= {name: Fraction(own, accumulation) * getattr(config, name) for name in names}
+        try:
+            made = build_plan(replace(config, **settings), plan.num_devices)
+        except RampupError:
+            return None
+        splits = [*made.splits, *([made.eval_split] if made.eval_split else [])]
+        if made.ramp.phases != plan.ramp.phases or max(split.microbatch_size for split in splits) > found:
+            return None
+        return Proposal(settings={key: value for key, value in settings.items() if value != getattr(config, key)}, plan=made)
+
     # Sizes that fit and divide every phase, the largest first.
-    shared = [size for size in reversed(splitter.legal_microbatches(plan.ramp.sizes)) if size <= found][:NEAR_THE_TOP]
-
-    def fixed() -> Iterator[Proposal | None]:
-        for size in shared:
-            settings = {"rampup_microbatch": "fixed", "microbatch_size": size}
-            yield _propose(config, plan, settings, found) or _propose(config, plan, settings | _accumulation(config, 1), found)
-
-    def auto() -> Iterator[Proposal | None]:
-        after = [size for size in reversed(splitter.legal_microbatches([last])) if shared[0] < size <= found]
-        for final in after[:NEAR_THE_TOP]:
-            accumulation = _accumulation(config, splitter.largest_microbatch(last) // final)
-            settings = [{"rampup_microbatch": "auto", "microbatch_size": size, **accumulation} for size in shared]
-            # The accumulation applies to every phase, so the largest shared size may be too large for the first.
-            yield next((made for each in settings if (made := _propose(config, plan, each, found))), None)
-
-    def per_phase() -> Iterator[Proposal | None]:
-        largest = [splitter.largest_microbatch(size) for size in plan.ramp.sizes]
-        for accumulation in divisors(math.gcd(*largest)):
-            if max(largest) <= found * accumulation:
-                settings = {"rampup_microbatch": "per_phase", "microbatch_size": AUTO, **_accumulation(config, accumulation)}
-                made = _propose(config, plan, settings, found)
-                if made:
-                    yield made if len(made.sizes) <= MAX_SHAPES or config.rampup_microbatch == "per_phase" else None
-                    return
-
-    made = [proposal for proposal in (*fixed(), *auto(), *per_phase()) if proposal]
+    shared = [size for size in reversed(splitter.legal_microbatches(sizes)) if size <= found][:NEAR_THE_TOP]
+    made = [propose("fixed", size, own) or propose("fixed", size, 1) for size in shared]
+    after = [size for size in reversed(splitter.legal_microbatches(sizes[-1:])) if shared[0] < size <= found]
+    for final in after[:NEAR_THE_TOP]:
+        # The accumulation applies to every phase, so the largest shared size may be too large for the first.
+        pairs = (propose("auto", size, splitter.largest_microbatch(sizes[-1]) // final) for size in shared)
+        made.append(next(filter(None, pairs), None))
+    largest = [splitter.largest_microbatch(size) for size in sizes]
+    enough = (number for number in divisors(math.gcd(*largest)) if max(largest) <= found * number)
+    each_phase = next(filter(None, (propose("per_phase", AUTO, number) for number in enough)), None)
+    if each_phase and (len(each_phase.sizes) <= MAX_SHAPES or config.rampup_microbatch == "per_phase"):
+        made.append(each_phase)
     unique: dict[tuple[int, ...], Proposal] = {}
-    for proposal in sorted(made, key=lambda proposal: proposal.policy != config.rampup_microbatch):
+    known = (proposal for proposal in made if proposal)
+    for proposal in sorted(known, key=lambda each: each.plan.splitter.rampup_microbatch != config.rampup_microbatch):
         unique.setdefault(tuple(split.microbatch_size for split in proposal.plan.splits), proposal)
     return tuple(unique.values())
-
-
-def _accumulation(config: RampKeys, accumulation: int) -> dict[str, Any]:
-    """Return the settings that change `gradient_accumulation_steps` and leave every global batch as it is."""
-    if accumulation == config.gradient_accumulation_steps:
-        return {}
-    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
-    if config.batch_size_schedule is None:
-        factor = Fraction(config.gradient_accumulation_steps, accumulation)
-        names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
-        settings |= {name: factor * getattr(config, name) for name in names}
-    return settings
-
-
-def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found: int) -> Proposal | None:
-    """Return a proposal if the settings are legal, leave the ramp unchanged and give only microbatches that fit."""
-    try:
-        made = build_plan(replace(config, **settings), plan.num_devices)
-    except RampupError:
-        return None
-    splits = [*made.splits, *([made.eval_split] if made.eval_split else [])]
-    if made.ramp.phases != plan.ramp.phases or max(split.microbatch_size for split in splits) > found:
-        return None
-    changed = {key: value for key, value in settings.items() if value != getattr(config, key)}
-    return Proposal(policy=made.splitter.rampup_microbatch, settings=changed, plan=made)
-
-
-def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
-    """Time the sizes of the proposals that fit on this machine, each with one pass and with the most microbatches."""
-    wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
-    sizes = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
-    if not sizes:
-        return {}
-    numbers = {size: sorted({programs.pass_unit, size.num_microbatches}) for size in sizes}
-    steps = {(size.microbatch_size, n): programs.step_of(size, n) for size in sizes for n in numbers[size]}
-    report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    found = take_turns(steps)
-    return {b: {n: timing for (other, n), timing in found.items() if other == b} for b, _ in steps}
 
 
 def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
@@ -534,24 +515,10 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
             row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
             row["tokens_per_second"] = tokens / timing.seconds
         if programs.target is not None:
-            seconds = _roofline_seconds(programs, b, size.num_microbatches, usable)
+            seconds = _roofline_seconds(programs, b, size.num_microbatches)
             row |= {"roofline_seconds": seconds, "roofline_tokens_per_second": seconds and tokens / seconds}
         rows.append(row)
     return rows
-
-
-def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
-    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b, is_estimate = split.microbatch_size, programs.target is not None
-        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
-        size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
-        seconds = step_time(b, split.num_microbatches)
-        tokens = split.global_batch_size * programs.config.max_target_length
-        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
-        if is_estimate:
-            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
-        yield {name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed}
 
 
 def _notes(
