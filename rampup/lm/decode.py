@@ -41,10 +41,9 @@ def prefill(
         mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
         return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
 
-    def apply(x_BPE: jax.Array, layer: Any) -> tuple[jax.Array, Cache]:
-        return model.block.apply({"params": layer}, x_BPE, None, attend)  # type: ignore[no-any-return]
-
-    x_BPE, cache = jax.lax.scan(apply, model.embed(params, tokens_BP), params["layers"])
+    x_BPE, cache = jax.lax.scan(
+        lambda x, layer: model.block.apply({"params": layer}, x, None, attend), model.embed(params, tokens_BP), params["layers"]
+    )
     last_B1E = jnp.take_along_axis(x_BPE, (length_B - 1)[:, None, None], axis=1)
     return model.head(params, last_B1E)[:, 0], cache
 
@@ -86,10 +85,9 @@ def packed_hidden(
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
     mask = same[:, None, None]
 
-    def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
 
-    def apply(x_BTE: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return model.block.apply({"params": layer}, x_BTE, None, packed)  # type: ignore[no-any-return]
-
-    return jax.lax.scan(apply, model.embed(params, tokens_BT), params["layers"])[0]
+    return jax.lax.scan(
+        lambda x, layer: model.block.apply({"params": layer}, x, None, attend), model.embed(params, tokens_BT), params["layers"]
+    )[0]

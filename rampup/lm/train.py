@@ -372,10 +372,8 @@ class Run:
                 on_event=on_event,
                 should_stop=should_stop,
             )
-            ramp = None
-            if saved is not None:
-                known = ramp_before(saved.record)
-                ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
+            known = None if saved is None else ramp_before(saved.record)
+            ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
             state, start = loop.restore(state, saved, ramp_before=ramp)
             if is_primary() and start < plan.total_steps:
                 # Only now: a run that is refused or finished must leave the configuration of the run in this folder alone.

@@ -95,7 +95,7 @@ def test_critical_json(run, work, capsys):
 def test_all_branches_read_the_same_samples(run):
     """They are those that follow the checkpoint."""
     config, record = _find_run(run, 8)
-    branches = _Branches.build(config, record, ("1/2", 1, 3), 4000)
+    branches = _Branches(config, record, ("1/2", 1, 3), 4000)
     assert branches.window.sizes == (8, 16, 48)
     samples = branches.window.samples
     rows, _ = open_sources(config.data, config.model)
@@ -121,7 +121,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
     found = find_critical_batch_size(folder, step=4, multiples=(1, 2), tokens=8 * 16 * 16, work_folder=tmp_path / "work")
     assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
     (line,) = [line for line in read_lines(found.folder / "evaluations.jsonl") if line["branch"] == 0 and line["step"] == 8]
-    branches = _Branches.build(config, record, (1, 2), 8 * 16 * 16)
+    branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
     assert branches.window.num_evaluations == 4
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
     rows, _ = open_sources(config.data, config.model)
@@ -188,7 +188,7 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path):
 
 def test_smaller_batches_are_tried_if_they_are_legal(run):
     """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below which no batch is legal."""
-    branches = _Branches.build(*_find_run(run, 12), None, 65_536)
+    branches = _Branches(*_find_run(run, 12), None, 65_536)
     assert branches.window.sizes == (8, 16, 32, 64, 128)
     assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 3)]) == (Fraction(1, 2),)
     assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 8), Fraction(1, 4)]) == ()
@@ -261,7 +261,7 @@ def test_sgd_scales_the_learning_rate_linearly(tmp_path):
     """Adam's square root is tested above; after the schedule's end, the last learning rate counts."""
     folder = train(tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8")
     config, record = _find_run(folder, 12)
-    rates = _Branches.build(config, record, (1, 2, 4), None).learning_rates
+    rates = _Branches(config, record, (1, 2, 4), None).learning_rates
     assert rates == pytest.approx([rates[0], 2 * rates[0], 4 * rates[0]])
     assert rates[0] == pytest.approx(list(read_lines(folder / "metrics.jsonl"))[-1]["learning_rate"])
 

@@ -97,7 +97,7 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     """The branches of a run that follows its noise start with the batch and the samples that it had at the checkpoint."""
     summary, lines, folder = whole
     config, record = _find_run(folder / "run", None)
-    branches = _Branches.build(config, record, (1, 2), None)
+    branches = _Branches(config, record, (1, 2), None)
     size = int(summary.batch_size_schedule.split(":")[-1])
     assert branches.window.sizes == (size, 2 * size)
     assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
