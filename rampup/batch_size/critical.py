@@ -226,10 +226,10 @@ def find_critical(
             BranchResult(
                 multiple=window.multiples[number],
                 global_batch_size=window.sizes[number],
-                loss=_finite(smoothed_loss(curve)),
-                standard_error=_finite(error),
+                loss=finite(smoothed_loss(curve)),
+                standard_error=finite(error),
                 stopped=stopped,
-                difference=_finite(gap) if len(complete) > (not stopped) else None,
+                difference=finite(gap) if len(complete) > (not stopped) else None,
             )
         )
     return tuple(results), critical
@@ -254,5 +254,6 @@ def _shares(number: int) -> list[float]:
     return newest_first[::-1]
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number for JSON; None if it is not finite."""
     return value if math.isfinite(value) else None

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from rampup.batch_size.critical import finite
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
@@ -29,17 +30,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.tune.memory_options import find_memory_options
-from rampup.tune.programs import (
-    Programs,
-    Report,
-    Size,
-    Timing,
-    finite_bytes,
-    fit_line,
-    fit_tick_overhead,
-    take_turns,
-    unconstrained,
-)
+from rampup.tune.programs import Programs, Size, Timing, finite_bytes, fit_line, fit_tick_overhead, take_turns, unconstrained
 from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
@@ -66,9 +57,6 @@ Facts = dict[str, Any]
 # Microbatch size -> number of microbatches -> times.
 Times = Mapping[int, Mapping[int, Timing]]
 
-# (microbatch size, microbatches of a step per replica) -> seconds of the step, or None if that size was not timed.
-StepTime = Callable[[int, int], float | None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
@@ -76,7 +64,7 @@ class Proposal:
 
     settings: Mapping[str, Any]  # the keys that differ from the configuration
     plan: RampPlan  # the same ramp, split into other microbatches
-    run_seconds: float | None = None  # predicted time of all steps of the run, or None if one of its sizes was not timed
+    run_seconds: float = math.inf  # predicted time of all steps of the run; infinite if one of its sizes was not timed
 
     @property
     def reached(self) -> tuple[BatchSplit, ...]:
@@ -89,12 +77,15 @@ class Proposal:
         """The microbatch sizes that the run uses."""
         return frozenset(split.microbatch_size for split in self.reached)
 
-    def seconds(self, step_time: StepTime) -> float | None:
-        """Return the time of all steps of the run without compilation, or None if a size was not timed."""
+    def seconds(self, step_time: Callable[[int, int], float]) -> float:
+        """Return the time of all steps of the run without compilation.
+
+        `step_time` gives the seconds of a step from its microbatch size and microbatches, infinite if they were not timed.
+        """
         starts = [phase.start_step for phase in self.plan.ramp.phases][: len(self.reached)]
-        times = [step_time(split.microbatch_size, split.num_microbatches) for split in self.reached]
         steps = [end - start for start, end in itertools.pairwise([*starts, self.plan.total_steps])]
-        return None if None in times else sum(number * (time or 0.0) for number, time in zip(steps, times, strict=True))
+        pairs = zip(steps, self.reached, strict=True)
+        return sum(number * step_time(split.microbatch_size, split.num_microbatches) for number, split in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as they are written in a configuration file."""
@@ -108,7 +99,7 @@ def tune(
     num_devices: int | None = None,
     topology: Topology | str | None = None,
     memory_options: bool = False,
-    report: Report = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Facts:
     """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
 
@@ -213,7 +204,7 @@ def problem_of(facts: Facts) -> ConfigError | None:
     )
 
 
-def _search(facts: Facts, programs: Programs, memory_options: bool, report: Report) -> None:
+def _search(facts: Facts, programs: Programs, memory_options: bool, report: Callable[[str], None]) -> None:
     """Add everything that the search finds."""
     usable, is_estimate = facts["usable_bytes"], programs.target is not None
     largest, next_larger = (find_largest_compiled if is_estimate else find_largest)(programs, usable)
@@ -264,29 +255,26 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
     # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
     lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
 
-    def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
+    def step_time(microbatch_size: int, num_microbatches: int) -> float:
         if programs.target is not None:
-            return _roofline_seconds(programs, microbatch_size, num_microbatches)
-        if microbatch_size not in lines:
-            return None
-        start, slope = lines[microbatch_size]
+            return _roofline_seconds(programs, microbatch_size, num_microbatches) or math.inf
+        start, slope = lines.get(microbatch_size, (math.inf, 0.0))
         return max(start + slope * num_microbatches, 0.0)
 
     choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
-    timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
-    chosen = choices[0]
-    if timed:
+    chosen, least = choices[0], min(choice.run_seconds for choice in choices)
+    if math.isfinite(least):
         # Ties go to fewer shapes, then to the earlier one.
-        least = min(seconds for seconds, _ in timed)
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
-        tied = [choice for seconds, choice in timed if seconds <= least * (1 + tolerance)]
-        chosen = min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
+        chosen = min(
+            (each for each in choices if each.run_seconds <= least * (1 + tolerance)), key=lambda each: len(each.sizes)
+        )
     phases = []
     for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
         b, is_estimate = split.microbatch_size, programs.target is not None
         # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
         size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
-        seconds = step_time(b, split.num_microbatches)
+        seconds = finite(step_time(b, split.num_microbatches))
         tokens = split.global_batch_size * programs.config.max_target_length
         speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
         if is_estimate:
@@ -300,17 +288,17 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         }
         overhead = fit_tick_overhead(points, num_repeats=programs.splitter.num_repeats)
     seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
-    others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds or math.inf)
+    others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds)
     facts |= {
         "settings": chosen.to_dict(),
-        seconds_key: chosen.run_seconds,
+        seconds_key: finite(chosen.run_seconds),
         "phases": phases,
         "alternatives": [
             {
                 "rampup_microbatch": other.plan.splitter.rampup_microbatch,
                 "settings": other.to_dict(),
                 "executables": len(other.sizes),
-                seconds_key: other.run_seconds,
+                seconds_key: finite(other.run_seconds),
             }
             for other in others
         ],
@@ -336,10 +324,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
 def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int) -> float | None:
     """Return the estimated time of a step on absent slices, or None if it does not fit."""
     assert programs.target is not None
-    account, trips = (
-        programs.answer(programs.size(microbatch_size)).account,
-        programs.loop_trips(microbatch_size, num_microbatches),
-    )
+    account = programs.answer(programs.size(microbatch_size)).account
+    trips = programs.loop_trips(microbatch_size, num_microbatches)
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
@@ -384,21 +370,18 @@ def find_largest(programs: Programs, usable: float) -> Boundary:
     Sizes that take the largest batch in one pass are searched first and separately: their program has no loop and therefore
     one gradient buffer less, so such a size can fit although a smaller one does not.
     """
-    splitter = programs.splitter
-    legal = sorted({b for size in programs.plan.ramp.sizes for b in splitter.legal_microbatches([size])})
-    one_pass = legal[-1]
-
-    def largest(legal: Sequence[int], least: int, most: int) -> Boundary:
+    legal = {b for size in programs.plan.ramp.sizes for b in programs.splitter.legal_microbatches([size])}
+    one_pass = max(legal)
+    largest = next_larger = None
+    for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
         # Powers of two are tried too.
-        powers = (1 << exponent for exponent in range(most.bit_length()))
-        sizes = sorted({size for size in (*legal, *powers) if least <= size <= most})
-        return largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
-
-    above = largest([one_pass], one_pass, SEARCH_FACTOR * one_pass)
-    if above[0] is not None or one_pass == 1:
-        return above
-    below, next_larger = largest(legal, 1, one_pass - 1)
-    return below, next_larger or one_pass
+        powers = {1 << exponent for exponent in range(most.bit_length())}
+        sizes = sorted(size for size in legal | powers if least <= size <= most)
+        largest, above = largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
+        next_larger = above or next_larger
+        if largest is not None:
+            break
+    return largest, next_larger
 
 
 def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
@@ -524,15 +507,14 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
 def _notes(
     programs: Programs, choices: Sequence[Proposal], chosen: Proposal, times: Times, overhead: float | None
 ) -> Iterator[str]:
-    faster = [c for c in choices if c.run_seconds is not None and c.run_seconds < (chosen.run_seconds or 0.0)]
-    if faster:
-        best = min(faster, key=lambda choice: choice.run_seconds or 0.0)
+    best = min(choices, key=lambda choice: choice.run_seconds)
+    if best.run_seconds < chosen.run_seconds:
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
         tolerance, why = TIE_TOLERANCE, "such times vary more than that"
         if programs.target is not None:
             tolerance, why = ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic"
         yield (
-            f"{name} is {1 - (best.run_seconds or 0.0) / (chosen.run_seconds or 1.0):.1%} faster than what is recommended, but "
+            f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
             f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
             "configuration's own rampup_microbatch, then the largest microbatch"
         )
@@ -547,8 +529,8 @@ def _notes(
     elif len(times) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
     spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)
-    limit = (chosen.run_seconds or 0.0) * (1 + spread)
-    close = sum(choice is not chosen and choice.run_seconds is not None and choice.run_seconds <= limit for choice in choices)
+    limit = chosen.run_seconds * (1 + spread)
+    close = sum(choice is not chosen and choice.run_seconds <= limit < math.inf for choice in choices)
     if close and spread > TIE_TOLERANCE:
         yield (
             f"the times vary by up to {spread:.0%}, and {close} of the alternatives are that close to the recommended ones: "
