@@ -30,7 +30,7 @@ from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, O
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
-from rampup.data.sources import RowSource, files_of
+from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
@@ -296,14 +296,38 @@ class Run:
             read_ahead=config.grain_prefetch_buffer_size,
             loading=loading,
         )
-        return cls(
-            setup=setup,
-            saved=saved,
-            loader=loader,
-            data=data,
-            evaluation=None if config.eval_interval == -1 else _evaluation(config, setup, eval_rows, loading),
-            writers=metric_writers(config),
-        )
+        evaluation = None
+        if config.eval_interval != -1:
+            # The weighted mean loss over the same held-out rows every time.
+            size = plan.eval_global_batch_size
+            assert size is not None  # None only with eval_interval=-1
+            available = len(eval_rows) // size
+            wanted = available if config.eval_steps == -1 else config.eval_steps
+            if wanted == DEFAULTS["eval_steps"]:
+                # The default suits small files too, also if it is written in a file. Any other number must be there.
+                wanted = min(wanted, max(available, 1))
+            if not 1 <= wanted <= available:
+                needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
+                fix = f"eval_steps={available}, " if available else ""
+                raise DataError(
+                    f"evaluation needs {needs} of {size} rows, but {len(eval_rows):,} rows are held out, {available} batches; "
+                    f"set {fix}a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
+                    key="eval_steps" if available else "eval_per_device_batch_size",
+                    nearest=(available,) if available else (),
+                )
+            step, eval_plan = setup.evaluation(size, wanted)
+            order = SampleOrder(len(eval_rows), seed=None)
+            eval_loader = BatchLoader(source=eval_rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
+
+            def evaluate(state: Any) -> dict[str, float]:
+                sums = [step(state, batch) for batch in eval_loader.batches()]
+                # float64: the weights of many batches add up to more than float32 counts exactly.
+                loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+                return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
+
+            evaluation = EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
+
+        return cls(setup=setup, saved=saved, loader=loader, data=data, evaluation=evaluation, writers=metric_writers(config))
 
     def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
         """Train in the run's folder, to the plan's end or to Ctrl-C or SIGTERM.
@@ -480,34 +504,3 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
-
-
-def _evaluation(config: RunKeys, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
-    """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
-    size = setup.plan.eval_global_batch_size
-    assert size is not None  # None only with eval_interval=-1
-    available = len(rows) // size
-    wanted = available if config.eval_steps == -1 else config.eval_steps
-    if wanted == DEFAULTS["eval_steps"]:
-        # The default suits small files too, also if it is written in a file. Any other number is an error if there are fewer.
-        wanted = min(wanted, max(available, 1))
-    if not 1 <= wanted <= available:
-        needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
-        fix = f"eval_steps={available}, " if available else ""
-        raise DataError(
-            f"evaluation needs {needs} of {size} rows, but {len(rows):,} rows are held out, {available} batches; set {fix}a "
-            "smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
-            key="eval_steps" if available else "eval_per_device_batch_size",
-            nearest=(available,) if available else (),
-        )
-    step, plan = setup.evaluation(size, wanted)
-    order = SampleOrder(len(rows), seed=None)
-    loader = BatchLoader(source=rows, plan=plan, mesh=setup.mesh, order=order, loading=loading)
-
-    def evaluate(state: Any) -> dict[str, float]:
-        sums = [step(state, batch) for batch in loader.batches()]
-        # float64: the weights of many batches add up to more than float32 counts exactly.
-        loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-        return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
-
-    return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)

@@ -31,7 +31,7 @@ from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
 from rampup.errors import ConfigError, DataError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, as_path, read_lines
-from rampup.plan.plan import SECONDS_PER_HOUR, RampPlan
+from rampup.plan.plan import SECONDS_PER_HOUR
 from rampup.show.series import measured_throughput, require_count
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
@@ -97,8 +97,19 @@ def design_ramp(
     measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
     samples = -(-tokens // length)
+    # The batches to choose from: the plan's first one, and its doublings that can be split.
     plan = build_plan(config, num_devices)
-    sizes = _legal_sizes(plan, measurements, samples, max_batch)
+    smallest = plan.ramp.sizes[0]
+    wanted = max_batch or BEYOND_MEASURED * max(measurements.seconds, default=smallest)
+    most = min(wanted, max(samples // LEAST_STEPS, smallest))
+    doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
+    sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
+    if len(sizes) < 2:
+        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
+        if most < min(wanted, 2 * smallest):
+            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
+            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
+        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
     times = StepTimes.fit(dict(measurements.seconds))
     # By how the noise scale is at its estimate and at both ends of its interval.
     models = [DesignModel(noise=curve, times=times) for curve in noise_curves(measurements.noise)]
@@ -108,8 +119,7 @@ def design_ramp(
     slope = loss_slope(measurements.losses)
     if slope is None:
         notes.append("the measured run is too short for the slope of its loss, so no loss penalty is predicted")
-    constant = ((0, sizes[0]),)
-    references = [each.run(constant, samples=samples).progress for each in models]
+    references = [each.run(((0, sizes[0]),), samples=samples).progress for each in models]
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
         noise, low, high = (each.noise.at(progress) for each in models)
@@ -352,22 +362,6 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
         samples, batch = (sum(line[key] for line, _ in steps) / len(steps) for key in COUNTS)
         points.append(NoisePoint(samples, batch, value, found.low, math.inf if found.high is None else found.high))
     return points
-
-
-def _legal_sizes(plan: RampPlan, measured: Measurements, samples: int, max_batch: int | None) -> list[int]:
-    """Return the batches to choose from: the plan's first one, and its doublings that can be split."""
-    smallest = plan.ramp.sizes[0]
-    wanted = max_batch or BEYOND_MEASURED * max(measured.seconds, default=smallest)
-    most = min(wanted, max(samples // LEAST_STEPS, smallest))
-    doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
-    sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
-    if len(sizes) < 2:
-        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
-        if most < min(wanted, 2 * smallest):
-            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
-            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
-        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
-    return sizes
 
 
 def _candidates(
