@@ -28,6 +28,7 @@ from rampup.batch_size.critical import (
     Evaluation,
     critical_bound,
     find_critical,
+    finite,
     is_losing,
     smoothed_loss,
 )
@@ -425,7 +426,7 @@ def _train_branches(
                     evaluations, rest = divmod(done - first, per_evaluation)
                     if rest == 0:
                         curve.append(found := branches.evaluate(state, evaluations))
-                        losses = [loss if math.isfinite(loss) else None for loss in found.losses]
+                        losses = [finite(loss) for loss in found.losses]
                         log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
                         progress = f"{len(curve)}/{window.num_evaluations} of the window"
                         report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")

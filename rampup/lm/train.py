@@ -31,7 +31,7 @@ from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
 from rampup.data.sources import files_of
-from rampup.engine.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
+from rampup.engine.accumulate import AccumulatedLoss, random_key
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
@@ -124,7 +124,6 @@ class TrainSetup:
     model: LanguageModel
     param_shardings: Any
     layer_order: np.ndarray
-    loss: LossFn | SummableLoss
     tx: optax.GradientTransformation
     learning_rate: LearningRate
 
@@ -138,8 +137,7 @@ class TrainSetup:
                 f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
             )
         model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
-        rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
-        tx = optimizer(config, rate)
+        rate = learning_rate(config, plan)
         return cls(
             config=config,
             plan=plan,
@@ -147,10 +145,27 @@ class TrainSetup:
             model=model,
             param_shardings=model.shardings(mesh),
             layer_order=np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats)),
-            loss=loss,
-            tx=tx,
+            tx=optimizer(config, rate),
             learning_rate=rate,
         )
+
+    @functools.cached_property
+    def loss(self) -> Any:
+        """The loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
+        config, model, splitter = self.config, self.model, self.plan.splitter
+        types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
+        if config.gradient_accumulator_dtype != "float32":
+            # float32 is the default, and the only type that the engine `multi_steps` takes.
+            types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
+        if splitter.num_stages > 1:
+            loss: Any = model.pipelined(splitter.num_repeats, keep=config.pipeline_keep)
+        elif config.measure_gradient_noise or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1):
+            # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of
+            # them over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters.
+            loss = AccumulatedLoss(model.loss)
+        else:
+            loss = model.sharded_loss(self.mesh)
+        return replace(loss, **types)
 
     @functools.cached_property
     def step(self) -> TrainStep:
@@ -171,10 +186,10 @@ class TrainSetup:
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
-        plan, model = self.plan, replace(self.model, dropout_rate=0.0)
+        plan, without_dropout = self.plan, replace(self, model=replace(self.model, dropout_rate=0.0))
         options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
         eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
-        return EvalStep(model_loss(self.config, model, plan, self.mesh), self.mesh), eval_plan
+        return EvalStep(without_dropout.loss, self.mesh), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
@@ -467,23 +482,6 @@ def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]
         project, values = config.wandb_project, config.to_dict()
         makers.append(lambda folder, start: WandbWriter(folder, project=project, config=values))
     return lambda folder, start: [make(folder, start) for make in makers]
-
-
-def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
-    """Return the loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
-    types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
-    if config.gradient_accumulator_dtype != "float32":
-        # float32 is the default, and the only type that the engine `multi_steps` takes.
-        types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
-    if plan.splitter.num_stages > 1:
-        loss: Any = model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
-    elif config.measure_gradient_noise or (config.shard_optimizer_over_data and mesh.shape[DATA] > 1):
-        # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of them
-        # over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters, not the loss.
-        loss = AccumulatedLoss(model.loss)
-    else:
-        loss = model.sharded_loss(mesh)
-    return replace(loss, **types)
 
 
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:

@@ -198,11 +198,6 @@ class Programs:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
 
 
-def finite_bytes(number: float) -> int | None:
-    """Return bytes for JSON; None for infinitely many, those of a program that cannot be compiled."""
-    return int(number) if math.isfinite(number) else None
-
-
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
     """Return a splitter without the configuration's own microbatch and accumulation."""
     return replace(splitter, microbatch_size=AUTO, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -30,7 +29,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.tune.memory_options import find_memory_options
-from rampup.tune.programs import Programs, Size, Timing, finite_bytes, fit_line, fit_tick_overhead, take_turns, unconstrained
+from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
 from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
@@ -54,8 +53,8 @@ PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accum
 
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
-# Microbatch size -> number of microbatches -> times.
-Times = Mapping[int, Mapping[int, Timing]]
+# (microbatch size, number of microbatches) -> times.
+Times = Mapping[tuple[int, int], Timing]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def tune(
     num_devices: int | None = None,
     topology: Topology | str | None = None,
     memory_options: bool = False,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> Facts:
     """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
 
@@ -133,21 +132,20 @@ def tune(
                 nearest = (min(max(num_devices, 1), len(devices)),)
                 raise ConfigError(f"{rule}; --fake-devices {num_devices} simulates them", key="devices", nearest=nearest)
             devices = devices[:num_devices]
-        limit, named = memory_limit(memory_gib, devices)
+        limit = memory_limit(memory_gib, devices)
         enable_compilation_cache(config.jax_cache_dir)
         programs = Programs(config, devices, report)
     else:
         target = _target(config, topology, memory_gib, num_devices)
         config = with_slices(config, target.topology)
         devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
-        limit, named = target.limit, target.hbm_bytes is not None
-        programs = Programs(config, devices, report, target=target)
+        limit, programs = target.limit, Programs(config, devices, report, target=target)
     usable = int(limit * (1 - margin))
     facts: Facts = {
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "memory_gib": limit / GIB,
-        "memory_is_named": named,
+        "memory_is_named": memory_gib is not None,
         "margin": float(margin),
         "usable_bytes": usable,
         **dict.fromkeys(("largest_microbatch", "next_larger")),
@@ -204,7 +202,7 @@ def problem_of(facts: Facts) -> ConfigError | None:
     )
 
 
-def _search(facts: Facts, programs: Programs, memory_options: bool, report: Callable[[str], None]) -> None:
+def _search(facts: Facts, programs: Programs, memory_options: bool, report: Report) -> None:
     """Add everything that the search finds."""
     usable, is_estimate = facts["usable_bytes"], programs.target is not None
     largest, next_larger = (find_largest_compiled if is_estimate else find_largest)(programs, usable)
@@ -236,9 +234,7 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Call
         }
         if steps:
             report(f"timing microbatches of {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}")
-            times = defaultdict(dict)
-            for (b, n), timing in take_turns(steps).items():
-                times[b][n] = timing
+            times = take_turns(steps)
     size = programs.size(min(programs.compiled_sizes))
     if choices:
         size = programs.size(max(_choose(facts, programs, choices, times).sizes))
@@ -253,7 +249,8 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Call
 def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times: Times) -> Proposal:
     """Choose the fastest proposal, and add it with its phases and with the others."""
     # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
-    lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
+    points = {b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b] for b, _ in times}
+    lines = {b: fit_line(numbers) for b, numbers in points.items()}
 
     def step_time(microbatch_size: int, num_microbatches: int) -> float:
         if programs.target is not None:
@@ -279,14 +276,11 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
         if is_estimate:
             speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
-        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed})
+        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite(programs.bytes(size)), **speed})
     overhead = None
     if programs.splitter.num_stages > 1:
-        points = {
-            b: [(math.prod(programs.loop_trips(b, n)), timing.seconds) for n, timing in by_n.items()]
-            for b, by_n in times.items()
-        }
-        overhead = fit_tick_overhead(points, num_repeats=programs.splitter.num_repeats)
+        ticks = {b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers] for b, numbers in points.items()}
+        overhead = fit_tick_overhead(ticks, num_repeats=programs.splitter.num_repeats)
     seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
     others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds)
     facts |= {
@@ -329,20 +323,20 @@ def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
-def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
-    """Return the memory of one device in bytes, as given in GiB or else as the devices report it, and whether it was given.
+def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> int:
+    """Return the memory of one device in bytes, as given in GiB or else as the devices report it.
 
     Example:
         >>> memory_limit("0.5", jax.devices())
-        (536870912, True)
+        536870912
     """
     if memory_gib is not None:
-        return parse_memory_gib(memory_gib), True
+        return parse_memory_gib(memory_gib)
     limits = [limit for device in devices if (limit := device_limit(device)) is not None]
     if len(limits) < len(devices):
         problem = f"the device {devices[0].device_kind!r} has no memory limit of its own"
         raise ConfigError(f"{problem}; pass the limit to tune for, such as --memory-gib 16", key="memory-gib")
-    return min(limits), False
+    return min(limits)
 
 
 def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
@@ -490,9 +484,9 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
     rows = []
     for b in sorted(programs.compiled_sizes):
         size = programs.size(b)
-        used, timing = programs.bytes(size), times[b][size.num_microbatches] if b in times else None
+        used, timing = programs.bytes(size), times.get((b, size.num_microbatches))
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
-        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite_bytes(used)}
+        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite(used)}
         row |= {"fits": used <= usable, **dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))}
         if timing is not None:
             row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
@@ -526,9 +520,9 @@ def _notes(
             yield f"the estimate leaves out the data-center network between slices, over which a device sends {sent:,} bytes"
         if account and account.kernels:
             yield f"the estimate leaves out {len(account.kernels)} kernels, such as those of attention, whose cost is unknown"
-    elif len(times) < len({b for choice in choices for b in choice.sizes}):
+    elif len({b for b, _ in times}) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
-    spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)
+    spread = max((timing.spread for timing in times.values()), default=0.0)
     limit = chosen.run_seconds * (1 + spread)
     close = sum(choice is not chosen and choice.run_seconds <= limit < math.inf for choice in choices)
     if close and spread > TIE_TOLERANCE:

@@ -32,9 +32,9 @@ def config(folder, **changes):
     return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
 
 
-def metrics(folder):
-    """Return every line of metrics.jsonl, without the times."""
-    return metrics_of(folder / "run")
+def metrics(folder, name="metrics.jsonl"):
+    """Return every line of the run's metrics or eval.jsonl, without the times."""
+    return metrics_of(folder / "run", name)
 
 
 def losses(folder):
@@ -42,29 +42,34 @@ def losses(folder):
     return [line["loss"] for line in metrics(folder)]
 
 
-def evaluations(folder):
-    """Return every line of eval.jsonl."""
-    return [json.loads(line) for line in (folder / "run" / "eval.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
     folder = tmp_path_factory.mktemp("long")
-    return folder, train(config(folder, steps=40, **EVALUATED))
+    return folder, train(config(folder, steps=40, enable_tensorboard=True, **EVALUATED))
 
 
 def test_train_learns_through_its_ramp(long_run):
-    """The loss falls over three phases, from one executable, and evaluation is on held-out rows."""
+    """The loss falls over three phases, from one executable, and evaluation is on held-out rows. TensorBoard's event files have
+    the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them.
+    """
     folder, summary = long_run
     assert summary.final_loss < summary.first_loss - 0.4
     assert (summary.steps, summary.num_compilations) == (40, 1)
     found = metrics(folder)
     assert [line["phase"] for line in found] == sorted(line["phase"] for line in found)
     assert {line["global_batch_size"] for line in found} == {8, 16, 24}
-    evals = evaluations(folder)
+    evals = metrics(folder, "eval.jsonl")
     assert evals[-1]["eval_loss"] < evals[0]["eval_loss"]
     assert {line["eval_tokens"] for line in evals} == {2 * 24 * 16}
+    shown = toy.tensorboard_events(folder / "run" / "tensorboard")
+    for line in found:
+        values = {tag: value for step, tag, value in shown if step == line["step"]}
+        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
+            assert values[name] == pytest.approx(line[name], rel=1e-6)
+        assert values["tflops_per_device"] >= 0
+        assert ("eval_loss" in values) == (line["step"] in {each["step"] for each in evals})
+    assert [line["step"] for line in evals] == [5, 11, 17, 23, 29, 35, 39]
 
 
 @pytest.mark.parametrize("growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)])
@@ -137,7 +142,7 @@ def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     found, expected = metrics(tmp_path), metrics(deep_run)
     assert [line["global_batch_size"] for line in found] == [line["global_batch_size"] for line in expected]
     np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5)
-    for one, other in zip(evaluations(tmp_path), evaluations(deep_run), strict=True):
+    for one, other in zip(metrics(tmp_path, "eval.jsonl"), metrics(deep_run, "eval.jsonl"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
     assert summary.num_compilations == 1
 
@@ -225,18 +230,6 @@ def test_default_evaluation_takes_what_a_small_file_holds_out(tmp_path):
     few = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1, max_target_length=1000)
     with pytest.raises(DataError, match="needs a batch of 24 rows, but 1 rows are held out, 0 batches; set a smaller eval_per"):
         Run.from_config(few, build_plan(few, jax.device_count()))
-
-
-def test_train_writes_every_metric_for_tensorboard(tmp_path):
-    """The event files have the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them."""
-    train(config(tmp_path, enable_tensorboard=True, **EVALUATED))
-    shown = toy.tensorboard_events(tmp_path / "run" / "tensorboard")
-    for line in metrics(tmp_path):
-        found = {tag: value for step, tag, value in shown if step == line["step"]}
-        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
-            assert found[name] == pytest.approx(line[name], rel=1e-6)
-        assert found["tflops_per_device"] >= 0
-        assert ("eval_loss" in found) == (line["step"] in (5, 11))
 
 
 @pytest.mark.slow

@@ -112,7 +112,7 @@ def test_notes_say_that_the_choice_is_a_tie_or_within_the_noise(programs, second
     """An alternative that is faster, or whose time differs by less than the times vary, is named with the rule that decides."""
     first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
     chosen, other = replace(first, run_seconds=10.0), replace(second, run_seconds=seconds)
-    times = {b: {1: Timing(seconds=1.0, spread=spread, rounds=3)} for b in chosen.sizes | other.sizes}
+    times = {(b, 1): Timing(seconds=1.0, spread=spread, rounds=3) for b in chosen.sizes | other.sizes}
     notes = list(tuning._notes(programs, [chosen, other], chosen, times, None))
     for name, text in (
         ("faster than", "microbatch_size=2 is 3.0% faster"),
@@ -209,7 +209,7 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
 def test_memory_limit_rejects_invalid_sizes(memory_gib):
     """Zero, negative, too large or not a number: the error names the option. Of several devices the smallest limit counts."""
     small, large = (type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})() for n in (5, 7))
-    assert memory_limit(None, [large, small]) == (5, False)
+    assert memory_limit(None, [large, small]) == 5
     with pytest.raises((ConfigError, ValueError)) as caught:
         memory_limit(memory_gib, [large])
     assert caught.value.key == "memory-gib"
