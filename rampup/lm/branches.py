@@ -278,11 +278,12 @@ class _Branches:
         legal = splitter.legal_microbatches(window.sizes)
         fitting = max((size for size in legal if size <= position.split.microbatch_size), default=legal[0])
         plan = RampPlan(
-            ramp=window.ramp,
+            # One branch after the other, as the phases of a ramp: one executable serves them all, like those of any ramp.
+            ramp=BatchRamp.piecewise((number * window.samples, size) for number, size in enumerate(window.sizes)),
             splitter=replace(splitter, microbatch_size=fitting),
             num_devices=run_plan.num_devices,
             axes=run_plan.axes,
-            total_steps=window.total_steps,
+            total_steps=sum(window.samples // size for size in window.sizes),
             # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
             learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
             reference_batch_size=run_plan.reference_size,

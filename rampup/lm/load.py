@@ -121,9 +121,8 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
         run = path.parent
     folder = run / CHECKPOINT_FOLDER
     if not path.is_dir() or not checkpoint_steps(folder):
-        raise ConfigError(
-            f"there is no checkpoint in {path}; name the folder of a run or one of its checkpoints", key="run_name"
-        )
+        fix = "name the folder of a run or one of its checkpoints"
+        raise ConfigError(f"there is no checkpoint in {path}; {fix}", key="run_name")
     if path.parent == folder:
         if problem := damage(path):
             raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")

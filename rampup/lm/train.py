@@ -125,7 +125,6 @@ class TrainSetup:
     param_shardings: Any
     layer_order: np.ndarray
     tx: optax.GradientTransformation
-    learning_rate: LearningRate
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -133,11 +132,9 @@ class TrainSetup:
         offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
         enabled = [name for name in offload if getattr(config, name)]
         if enabled and (problem := host_memory_problem(mesh)):
-            raise ConfigError(
-                f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
-            )
+            rule = f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}"
+            raise ConfigError(rule, key=enabled[0], nearest=(False,))
         model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
-        rate = learning_rate(config, plan)
         return cls(
             config=config,
             plan=plan,
@@ -145,8 +142,7 @@ class TrainSetup:
             model=model,
             param_shardings=model.shardings(mesh),
             layer_order=np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats)),
-            tx=optimizer(config, rate),
-            learning_rate=rate,
+            tx=optimizer(config, learning_rate(config, plan)),
         )
 
     @functools.cached_property
@@ -232,10 +228,7 @@ class TrainSetup:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
         def permutation(order: np.ndarray) -> Callable[[Any], Any]:
-            permute: Callable[[Any], Any] = jax.jit(
-                lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings
-            )
-            return permute
+            return jax.jit(lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings)
 
         return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
 
@@ -360,10 +353,8 @@ class Run:
         folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
             if saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
-                raise ConfigError(
-                    f"{folder} already has a checkpoint: start `rampup train` again, or give it to Run.from_config, to resume",
-                    key="run_name",
-                )
+                fix = "start `rampup train` again, or give it to Run.from_config, to resume"
+                raise ConfigError(f"{folder} already has a checkpoint: {fix}", key="run_name")
             on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
             state = setup.initial_state()
             to_saved, from_saved = setup.reorder_layers(state)
@@ -389,7 +380,7 @@ class Run:
                 batches_of=lambda other: replace(self.loader, plan=other).batches,
                 folder=folder,
                 metrics=MetricOptions(
-                    learning_rate=setup.learning_rate.at,
+                    learning_rate=learning_rate(config, plan).at,
                     tokens_per_sample=config.max_target_length,
                     flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                     writers=functools.partial(self.writers, folder),
@@ -495,9 +486,8 @@ def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> Samp
 def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
     """Return the samples that a step reads: number of the sample, row, and where the row comes from."""
     if not 0 <= step < plan.total_steps:
-        raise ConfigError(
-            f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
-        )
+        last = plan.total_steps - 1
+        raise ConfigError(f"step={step} must be from 0 to {last}", key="step", nearest=(0, last))
     rows, _ = open_sources(config.data, config.model)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)

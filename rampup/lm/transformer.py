@@ -155,11 +155,6 @@ class LanguageModel:
         return cls(**{name: getattr(config, key) for name, key in keys.items() if hasattr(config, key)} | others)
 
     @property
-    def block(self) -> Block:
-        """The Flax module of one layer."""
-        return Block(self)
-
-    @property
     def num_parameters(self) -> int:
         """Total number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
@@ -182,7 +177,7 @@ class LanguageModel:
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         dtype = jnp.dtype(self.param_dtype)
         example = jnp.zeros((1, 2, self.width), dtype)
-        init_layer = lambda layer_key: self.block.init(layer_key, example)["params"]  # noqa: E731
+        init_layer = lambda layer_key: Block(self).init(layer_key, example)["params"]  # noqa: E731
         params = {
             "embedding": 0.02 * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype),
             "layers": jax.vmap(init_layer)(jax.random.split(layers_key, self.num_layers)),
@@ -220,7 +215,7 @@ class LanguageModel:
             keys = None if keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
             if manual_size(FSDP) > 1:  # see `sharded_loss`
                 layer = jax.tree_util.tree_map_with_path(gather_whole, layer)
-            return self.block.apply({"params": layer}, x_BTE, keys), None
+            return Block(self).apply({"params": layer}, x_BTE, keys), None
 
         if self.remat_policy != "none" or manual_size(FSDP) > 1:
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat_policy])

@@ -90,9 +90,8 @@ def design_ramp(
     """
     tokens = config.train_tokens if train_tokens is None else train_tokens
     if not tokens:
-        raise ConfigError(
-            "a design needs the length of the run: give train_tokens (--train-tokens), such as 300B", key="train-tokens"
-        )
+        fix = "give train_tokens (--train-tokens), such as 300B"
+        raise ConfigError(f"a design needs the length of the run: {fix}", key="train-tokens")
     paths = [measured] if isinstance(measured, (str, os.PathLike)) else measured
     measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
@@ -194,9 +193,8 @@ class Measurements(NamedTuple):
                 seconds |= timed
                 continue
             if not (path / METRICS_FILE).is_file():
-                raise ConfigError(
-                    f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`", key="measured"
-                )
+                problem = f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`"
+                raise ConfigError(problem, key="measured")
             lines = _checked_lines(path)
             seconds = _run_seconds(path, config, lines, notes) | seconds
             points, critical = _noise_points(lines), _critical_points(path)
@@ -299,9 +297,8 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
             low = 0.0 if bound == "at_most" else float(size)
             point = NoisePoint(int(found["consumed_samples"]), int(found["global_batch_size"]), float(size), low, high)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ConfigError(
-                f"{file} is not a result of `rampup critical`: {error!r}; delete its folder, and measure again", key="measured"
-            ) from error
+            problem = f"{file} is not a result of `rampup critical`: {error!r}"
+            raise ConfigError(f"{problem}; delete its folder, and measure again", key="measured") from error
         if step not in by_step or tokens > by_step[step][0]:
             by_step[step] = tokens, point
     return [point for _, (_, point) in sorted(by_step.items())]

@@ -227,11 +227,8 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
         # The sizes of the proposals that fit on this machine, each with one pass and with the most microbatches.
         wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
         timed = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
-        steps = {
-            (size.microbatch_size, n): programs.step_of(size, n)
-            for size in timed
-            for n in sorted({programs.pass_unit, size.num_microbatches})
-        }
+        numbers = [(size, n) for size in timed for n in sorted({programs.pass_unit, size.num_microbatches})]
+        steps = {(size.microbatch_size, n): programs.step_of(size, n) for size, n in numbers}
         if steps:
             report(f"timing microbatches of {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}")
             times = take_turns(steps)
@@ -263,9 +260,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
     if math.isfinite(least):
         # Ties go to fewer shapes, then to the earlier one.
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
-        chosen = min(
-            (each for each in choices if each.run_seconds <= least * (1 + tolerance)), key=lambda each: len(each.sizes)
-        )
+        tied = [choice for choice in choices if choice.run_seconds <= least * (1 + tolerance)]
+        chosen = min(tied, key=lambda choice: len(choice.sizes))
     phases = []
     for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
         b, is_estimate = split.microbatch_size, programs.target is not None

@@ -110,9 +110,8 @@ def _devices(topology: Topology) -> Sequence[Any]:
         found = topologies.get_topology_desc(topology.slice_name, platform="tpu", **options)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"the compiler {compiler_version()} refuses topology={topology.name}: {reason}", key="topology"
-        ) from error
+        problem = f"the compiler {compiler_version()} refuses topology={topology.name}"
+        raise ConfigError(f"{problem}: {reason}", key="topology") from error
     finally:
         for name in absent:
             os.environ.pop(name, None)

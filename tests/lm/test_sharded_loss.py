@@ -68,6 +68,7 @@ SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
     ("axes", "changes"),
     [
         pytest.param(MeshAxes(fsdp=8), {}, marks=SLOW),
+        pytest.param(MeshAxes(data=2, fsdp=2, tensor=2), None, marks=SLOW),
         pytest.param(MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}, marks=SLOW),
         pytest.param(MeshAxes(data=4, tensor=2), {"num_vocab_tiling": 4}, marks=SLOW),
         pytest.param(MeshAxes(data=2, fsdp=2, pipeline=2), {"num_vocab_tiling": 4}, marks=SLOW),
@@ -75,11 +76,13 @@ SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
     ],
 )
 def test_sharded_loss_is_that_of_one_device(axes, changes):
-    """With weights gathered by the loss itself, by the compiler or in stages, loss, gradients and, without stages, evaluation
-    are those of one device, to 2e-5.
+    """With weights gathered by the loss itself, by the compiler (None) or in stages, loss, gradients and, without stages,
+    evaluation are those of one device, to 2e-5.
     """
-    model, staged = dataclasses.replace(SMALL, **changes), axes.pipeline > 1
-    found = run_step(model, axes, loss=(lambda model, mesh: model.pipelined(1)) if staged else None, evaluates=not staged)
+    loss, staged = None, axes.pipeline > 1
+    if staged or changes is None:
+        loss = lambda model, mesh: model.pipelined(1) if staged else AccumulatedLoss(model.loss)  # noqa: E731
+    found = run_step(dataclasses.replace(SMALL, **changes or {}), axes, loss=loss, evaluates=not staged)
     assert_same(found, reference()[: len(found)])
 
 

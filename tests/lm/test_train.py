@@ -21,9 +21,9 @@ from rampup.errors import ConfigError, DataError, MissingDependencyError, Resume
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
 EVALUATED = {"eval_interval": 6, "eval_steps": 2}
-FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
 DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
+SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
 def config(folder, **changes):
@@ -86,12 +86,8 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     "keys",
     [
         pytest.param({}, id="replicas"),
-        pytest.param({"dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}, id="fused", marks=pytest.mark.slow),
-        pytest.param(
-            {"gradient_accumulation": "multi_steps", "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE},
-            id="multi_steps",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(SHARDED, id="fused", marks=pytest.mark.slow),
+        pytest.param(SHARDED | {"gradient_accumulation": "multi_steps"}, id="multi_steps", marks=pytest.mark.slow),
     ],
 )
 def test_train_resumes_bit_for_bit(tmp_path, keys):
@@ -108,14 +104,8 @@ def test_train_resumes_bit_for_bit(tmp_path, keys):
 
 
 # One model on a mesh of eight replicas and through stages.
-DEEP = DOUBLE | {
-    "base_num_decoder_layers": 4,
-    "logits_via_embedding": True,
-    "dropout_rate": 0.1,
-    "global_rampup_samples": 320,
-    "eval_interval": 12,
-    "eval_steps": 2,
-}
+DEEP = DOUBLE | {"base_num_decoder_layers": 4, "logits_via_embedding": True, "dropout_rate": 0.1}
+DEEP |= {"global_rampup_samples": 320, "eval_interval": 12, "eval_steps": 2}
 STAGES = {"ici_pipeline_parallelism": 4}
 
 
@@ -257,14 +247,8 @@ def test_replicas_exchange_the_type_that_is_configured(tmp_path):
 
 
 # A batch that follows a budget and Seesaw, and constants that follow the batch.
-FOLLOWS = {
-    "batch_size_schedule": "0:8 10%:16 30%:32",
-    "train_samples": 400,
-    "seesaw_factor": 2,
-    "seesaw_max_batch_size": 96,
-    "batch_scaling": "sde",
-    "checkpoint_period": 100,
-}
+FOLLOWS = {"batch_size_schedule": "0:8 10%:16 30%:32", "train_samples": 400, "seesaw_factor": 2, "seesaw_max_batch_size": 96}
+FOLLOWS |= {"batch_scaling": "sde", "checkpoint_period": 100}
 
 
 def following(folder, **changes):
