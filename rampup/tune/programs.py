@@ -75,16 +75,11 @@ class Programs:
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
         self._answers: dict[Size, Compiled] = {}
-        self._more: int | None = None
 
     @property
     def compiled_sizes(self) -> frozenset[int]:
         """The microbatch sizes whose program for the largest batch was compiled, those that do not fit among them."""
         return frozenset(size.microbatch_size for size in self._memory if size == self.size(size.microbatch_size))
-
-    def announce(self, more: int) -> None:
-        """Say with the next compilation that at most this many others follow."""
-        self._more = more
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
@@ -97,14 +92,17 @@ class Programs:
         """Fewest microbatches of a pass: 1 without a pipeline."""
         return self.splitter.smallest // self.splitter.data_parallel_size
 
-    def memory(self, size: Size) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
+    def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
+        """Return the memory that a step takes of one device, or None if the compiler ran out of memory.
+
+        At most `more` compilations for absent slices follow, if that is known; it is said with this one.
+        """
         if size in self._memory:
             return self._memory[size]
         name, found = f"microbatch of {size.microbatch_size:,}", None
         if self.target is not None:
-            more = "" if self._more is None else f", {f'at most {self._more:,}' if self._more else 'none'} to come"
-            self._report(f"{name}: compiling{more}")
+            to_come = "" if more is None else f", {f'at most {more:,}' if more else 'none'} to come"
+            self._report(f"{name}: compiling{to_come}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
             found, needed = answer.memory, refused_bytes(answer.refusal)
             problem = "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")

@@ -221,8 +221,7 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
                 taken.append(choice)
         choices, new = tuple(taken), sorted(sizes - programs.compiled_sizes)
         for number, b in enumerate(new, start=1):
-            programs.announce(len(new) - number)
-            programs.bytes(programs.size(b))
+            programs.memory(programs.size(b), more=len(new) - number)
     elif choices:
         # The sizes of the proposals that fit on this machine, each with one pass and with the most microbatches.
         wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
@@ -386,9 +385,8 @@ def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
     index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])
     low, high = -1, len(sizes)
     while high - low > 1:
-        programs.announce(high - low - 2)
         size = programs.size(sizes[index])
-        memory, used = programs.memory(size), programs.bytes(size)
+        memory, used = programs.memory(size, more=high - low - 2), programs.bytes(size)
         low, high = (index, high) if used <= usable else (low, index)
         index = (low + high) // 2
         if memory is not None and used <= usable:

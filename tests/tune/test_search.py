@@ -45,8 +45,9 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
     def used(size):
         return state + needed * size.microbatch_size
 
-    def memory(size):
+    def memory(size, more):
         tried.append(size.microbatch_size)
+        announced.append(more)
         return SimpleNamespace(arguments=state) if used(size) <= 4000 else None
 
     programs = SimpleNamespace(
@@ -55,7 +56,6 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
         size=lambda b: Size(microbatch_size=b, num_microbatches=1),
         memory=memory,
         bytes=lambda size: used(size) if used(size) <= 4000 else math.inf,
-        announce=announced.append,
     )
     largest, _ = tuning.find_largest_compiled(programs, 4000)
     fits = [b for b in (1, 2, 4, 8, 16) if state + needed * b <= 4000]
@@ -69,12 +69,12 @@ def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
     """Sizes that were compiled before are reported, with exit code 130; without one, there is nothing to say."""
     memory, number = Programs.memory, [0]
 
-    def interrupted(self, size):
+    def interrupted(self, size, more=None):
         if size not in self._memory:
             number[0] -= 1
             if number[0] < 0:
                 raise KeyboardInterrupt
-        return memory(self, size)
+        return memory(self, size, more)
 
     monkeypatch.setattr(Programs, "memory", interrupted)
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
