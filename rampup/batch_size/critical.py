@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, Self
 
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.plan.numbers import exact_fraction
-from rampup.plan.ramp import BatchRamp
 
 # Weight of the newest evaluation in the smoothed loss, as in the paper.
 SMOOTHING = 0.5
@@ -99,16 +98,6 @@ class BranchWindow:
     def samples(self) -> int:
         """Samples that every branch trains on."""
         return self.interval * self.num_evaluations
-
-    @property
-    def ramp(self) -> BatchRamp:
-        """The branches one after the other, as the phases of a ramp: one executable serves them all, like those of any ramp."""
-        return BatchRamp.piecewise((number * self.samples, size) for number, size in enumerate(self.sizes))
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of all branches."""
-        return sum(self.samples // size for size in self.sizes)
 
 
 class Evaluation(NamedTuple):
@@ -226,10 +215,10 @@ def find_critical(
             BranchResult(
                 multiple=window.multiples[number],
                 global_batch_size=window.sizes[number],
-                loss=_finite(smoothed_loss(curve)),
-                standard_error=_finite(error),
+                loss=finite(smoothed_loss(curve)),
+                standard_error=finite(error),
                 stopped=stopped,
-                difference=_finite(gap) if len(complete) > (not stopped) else None,
+                difference=finite(gap) if len(complete) > (not stopped) else None,
             )
         )
     return tuple(results), critical
@@ -254,5 +243,6 @@ def _shares(number: int) -> list[float]:
     return newest_first[::-1]
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return a number for JSON; None if it is not finite."""
     return value if math.isfinite(value) else None

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from rampup.errors import DataError
 
@@ -30,6 +30,8 @@ BEGINNINGS = 30
 FRUGAL_WASTE = 0.05
 
 Schedule = tuple[tuple[int, int], ...]
+# The seconds and samples of the first part of a schedule, and its batches, each after the samples before it.
+Beginning = tuple[float, float, tuple[tuple[float, int], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,10 @@ class NoisePoint(NamedTuple):
     def is_bound(self) -> bool:
         """Whether one end of the interval is all that is known: the noise scale is at least `low`, or at most `noise`."""
         return self.low == 0 or (self.high == math.inf and self.noise == self.low)
+
+    def scaled(self, factor: float) -> Self:
+        """Return the measurement with its noise scale and both ends times a factor."""
+        return self._replace(noise=self.noise * factor, low=self.low * factor, high=self.high * factor)
 
 
 def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
@@ -235,12 +241,12 @@ class DesignModel:
         # Samples that each batch needs from here to the end.
         rest = [sum(length * (1 + size / noise) for length, noise in parts) for size in sizes]
         unit = max(samples - rest[0], 1.0) / BEGINNINGS
-        # By batch: (seconds, samples, (samples before its last part, batch of it, the same of the part before)).
-        begun: list[list[tuple[float, float, Any]]] = [[(0.0, 0.0, None)] for _ in sizes]
+        # By batch.
+        begun: list[list[Beginning]] = [[(0.0, 0.0, ())] for _ in sizes]
         for length, noise in parts:
-            before: list[tuple[float, float, Any]] = []
+            before: list[Beginning] = []
             for number, size in enumerate(sizes):
-                kept: dict[int, tuple[float, float, Any]] = {}
+                kept: dict[int, Beginning] = {}
                 for each in itertools.chain(begun[number], before):
                     spare = samples - each[1] - rest[number]
                     place = int(spare / unit)
@@ -248,16 +254,16 @@ class DesignModel:
                         kept[place] = each
                 before, needed = list(kept.values()), length * (1 + size / noise)
                 time = needed * self.times.at(size) / size
-                begun[number] = [(seconds + time, done + needed, (done, size, path)) for seconds, done, path in before]
+                begun[number] = [
+                    (seconds + time, done + needed, path if path and path[-1][1] == size else (*path, (done, size)))
+                    for seconds, done, path in before
+                ]
                 rest[number] -= needed
-        ends = []
-        for size, found in zip(sizes, begun, strict=True):
-            for seconds, done, path in found:
-                switches = []
-                while path is not None:
-                    *switch, path = path
-                    switches.append(tuple(switch))
-                ends.append((seconds + (samples - done) * self.times.at(size) / size, _schedule(switches[::-1])))
+        ends = [
+            (seconds + (samples - done) * self.times.at(size) / size, _schedule(path))
+            for size, found in zip(sizes, begun, strict=True)
+            for seconds, done, path in found
+        ]
         by_time = [*(schedule for _, schedule in sorted(ends)), ((0, sizes[0]),)]
         return next(schedule for schedule in by_time if self.run(schedule, samples=samples).progress >= least)
 

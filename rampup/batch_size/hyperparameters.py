@@ -7,14 +7,13 @@ the reference batch, the one for which the constants were chosen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.learning_rate import BatchScaling
 from rampup.plan.plan import RampPlan
 
 DecayScaling = Literal["none", "half_life", "sde"]
-DECAY_SCALING: tuple[DecayScaling, ...] = ("none", "half_life", "sde")
 EpsScaling = Literal["none", "sde"]
 WeightDecayScaling = Literal["none", "timescale"]
 # The largest decay rate below 1 that a device can tell from 1, in float32.
@@ -60,9 +59,9 @@ class AdamScaling:
     token_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        legal = {"b1": DECAY_SCALING, "b2": DECAY_SCALING, "eps": ("none", "sde"), "weight_decay": ("none", "timescale")}
-        wrong = [name for name, choices in legal.items() if getattr(self, name) not in choices]
-        raise_together([choice_error(f"AdamScaling.{name}", getattr(self, name), legal[name]) for name in wrong])
+        kinds = {"b1": DecayScaling, "b2": DecayScaling, "eps": EpsScaling, "weight_decay": WeightDecayScaling}
+        wrong = [name for name, kind in kinds.items() if getattr(self, name) not in get_args(kind)]
+        raise_together([choice_error(f"AdamScaling.{name}", getattr(self, name), get_args(kinds[name])) for name in wrong])
 
     @property
     def is_active(self) -> bool:

@@ -9,7 +9,6 @@ head, D head width.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -20,7 +19,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rampup.engine.mesh import FSDP, TENSOR, auto_view
 
-KINDS = ("autoselected", "dot_product", "flash")
 # The kernel works on whole tiles of positions, of the largest of these sizes that divides the sequence.
 TILES = (512, 256, 128)
 
@@ -72,19 +70,15 @@ def splash_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *,
 
     With `interpret`, the kernel runs on any backend, slowly, for tests.
     """
-    D = q_BTHD.shape[-1]
-    kernel = _kernel(q_BTHD.shape[2], q_BTHD.shape[1], interpret)
-    heads_first = [x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)]
-    mixed_BHTD: jax.Array = jax.vmap(kernel)(*heads_first)
-    return mixed_BHTD.transpose(0, 2, 1, 3)
-
-
-def _kernel(num_heads: int, length: int, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+    _, length, num_heads, D = q_BTHD.shape
     tile = next(size for size in TILES if length % size == 0)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
     tiles = splash_attention_kernel.BlockSizes(**dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), tile))
     mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * num_heads)
-    make = functools.partial(splash_attention_kernel.make_splash_mha, head_shards=1, q_seq_shards=1)
-    return make(mask, block_sizes=tiles, interpret=interpret)
+    options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
+    kernel = splash_attention_kernel.make_splash_mha(mask, block_sizes=tiles, **options)
+    heads_first = [x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)]
+    mixed_BHTD: jax.Array = jax.vmap(kernel)(*heads_first)
+    return mixed_BHTD.transpose(0, 2, 1, 3)

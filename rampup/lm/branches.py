@@ -28,6 +28,7 @@ from rampup.batch_size.critical import (
     Evaluation,
     critical_bound,
     find_critical,
+    finite,
     is_losing,
     smoothed_loss,
 )
@@ -35,15 +36,13 @@ from rampup.batch_size.design_model import format_schedule
 from rampup.batch_size.noise_scale import NoiseEstimate, measured_noise
 from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
-from rampup.config.schema import Config, OptimizerKeys
+from rampup.config.schema import Config
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.sources import files_of
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
-from rampup.engine.state import TrainState
-from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order
 from rampup.loop.checkpoint import (
@@ -179,7 +178,7 @@ def find_critical_batch_size(
     folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
-    branches = _Branches.build(config, record, multiples, tokens)
+    branches = _Branches(config, record, multiples, tokens)
     enable_compilation_cache(config.jax_cache_dir)
     # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
     file = folder / CHECKPOINT_FOLDER / str(step) / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
@@ -251,7 +250,6 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
     return load_config(folder / CONFIG_FILE), record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Branches:
     """Everything that trains and evaluates the branches, built once.
 
@@ -259,50 +257,53 @@ class _Branches:
     run, and `identity` has the values that a measurement must share with the one that it resumes.
     """
 
-    run_plan: RampPlan
-    run_shapes: TrainState
-    window: BranchWindow
-    learning_rates: tuple[float, ...]
-    setup: TrainSetup
-    loader: BatchLoader
-    eval_step: EvalStep
-    eval_loader: BatchLoader
-    identity: Mapping[str, Any]
-
-    @classmethod
-    def build(
-        cls, config: Config, record: Mapping[str, Any], multiples: Sequence[object] | None, tokens: int | None
-    ) -> _Branches:
-        step = record["step"]
-        ramp = ramp_before(record)
+    def __init__(
+        self, config: Config, record: Mapping[str, Any], multiples: Sequence[object] | None, tokens: int | None
+    ) -> None:
+        step, ramp = record["step"], ramp_before(record)
         assert ramp is not None  # `_find_run` has refused a checkpoint without
-        run_plan = plan_to_resume(config, jax.device_count(), ramp)
+        self.run_plan = run_plan = plan_to_resume(config, jax.device_count(), ramp)
         position = run_plan.position(step)
+        batch = position.split.global_batch_size
         samples = None if tokens is None else -(-tokens // config.max_target_length)
         if tokens is not None and tokens < 1:
             raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
         if multiples is None:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
-        window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
-        plan = _branch_plan(config, run_plan, window, position.split.microbatch_size)
+        self.window = window = BranchWindow.of(batch, multiples, samples)
+        splitter = replace(run_plan.splitter, **_OWN_SPLITS)
+        for multiple, size in zip(window.multiples, window.sizes, strict=True):
+            if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
+                raise problem
+        # Microbatches are as large as those of the run if they divide all batches.
+        legal = splitter.legal_microbatches(window.sizes)
+        fitting = max((size for size in legal if size <= position.split.microbatch_size), default=legal[0])
+        plan = RampPlan(
+            # One branch after the other, as the phases of a ramp: one executable serves them all, like those of any ramp.
+            ramp=BatchRamp.piecewise((number * window.samples, size) for number, size in enumerate(window.sizes)),
+            splitter=replace(splitter, microbatch_size=fitting),
+            num_devices=run_plan.num_devices,
+            axes=run_plan.axes,
+            total_steps=sum(window.samples // size for size in window.sizes),
+            # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
+            learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+            reference_batch_size=run_plan.reference_size,
+        )
         # The run's next learning rate, or its last if its schedule has ended; `plan` scales it.
         schedule = learning_rate(config, run_plan)
         if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
             problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
-            fix = "choose another --step"
-            raise ConfigError(f"{problem}; {fix}", key="step")
-        size = position.split.global_batch_size
-        scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
+            raise ConfigError(f"{problem}; choose another --step", key="step")
+        scale = learning_rate_scale(batch, plan.reference_size, plan.learning_rate_batch_scaling)
         rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
-        rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
+        self.learning_rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
 
         mesh = make_mesh(plan.axes)
         # The branches have a plan of their own, and measure nothing else.
-        schedule = {"batch_size_schedule": f"0:{window.sizes[0]}", "enable_rampup_batch_size": False}
-        fused = replace(config, gradient_accumulation="fused", measure_gradient_noise=False, **schedule)
-        tx = optimizer(fused, rate, run_plan)
-        setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
-        run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
+        own_keys = {"batch_size_schedule": f"0:{window.sizes[0]}", "enable_rampup_batch_size": False}
+        fused = replace(config, gradient_accumulation="fused", measure_gradient_noise=False, **own_keys)
+        self.setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=optimizer(fused, rate, run_plan))
+        self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
         rows, _ = open_sources(config.data, config.model)
         found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
@@ -321,27 +322,18 @@ class _Branches:
                 key="tokens",
             ) from None
         group = window.sizes[0]
-        eval_step, eval_plan = setup.evaluation(group, (window.samples + window.interval) // group)
-        loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
-        return cls(
-            run_plan=run_plan,
-            run_shapes=run_shapes,
-            window=window,
-            learning_rates=rates,
-            setup=setup,
-            loader=loader,
-            eval_step=eval_step,
-            eval_loader=replace(loader, plan=eval_plan, order=_SampleWindow(order, first, None)),
-            identity={
-                "step": step,
-                "sizes": window.sizes,
-                "interval": window.interval,
-                "num_evaluations": window.num_evaluations,
-                "learning_rates": rates,
-                "microbatch_size": plan.splits[0].microbatch_size,
-                "num_devices": plan.num_devices,
-            },
-        )
+        self.eval_step, eval_plan = self.setup.evaluation(group, (window.samples + window.interval) // group)
+        self.loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
+        self.eval_loader = replace(self.loader, plan=eval_plan, order=_SampleWindow(order, first, None))
+        self.identity = {
+            "step": step,
+            "sizes": window.sizes,
+            "interval": window.interval,
+            "num_evaluations": window.num_evaluations,
+            "learning_rates": self.learning_rates,
+            "microbatch_size": plan.splits[0].microbatch_size,
+            "num_devices": plan.num_devices,
+        }
 
     def start(self, state: Any, first_step: int) -> Any:
         """Return the state on the devices from which a branch starts, in its first step of the plan of all branches."""
@@ -390,26 +382,6 @@ def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction
     return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
 
 
-def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
-    """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches."""
-    splitter = replace(run_plan.splitter, **_OWN_SPLITS)
-    for multiple, size in zip(window.multiples, window.sizes, strict=True):
-        if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
-            raise problem
-    legal = splitter.legal_microbatches(window.sizes)
-    fitting = max((size for size in legal if size <= microbatch_size), default=legal[0])
-    return RampPlan(
-        ramp=window.ramp,
-        splitter=replace(splitter, microbatch_size=fitting),
-        num_devices=run_plan.num_devices,
-        axes=run_plan.axes,
-        total_steps=window.total_steps,
-        # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
-        learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
-        reference_batch_size=run_plan.reference_size,
-    )
-
-
 def _train_branches(
     branches: _Branches, folder: Path, work: Path, tolerance: float, report: Callable[[str], None]
 ) -> list[list[Evaluation]]:
@@ -456,7 +428,7 @@ def _train_branches(
                     evaluations, rest = divmod(done - first, per_evaluation)
                     if rest == 0:
                         curve.append(found := branches.evaluate(state, evaluations))
-                        losses = [loss if math.isfinite(loss) else None for loss in found.losses]
+                        losses = [finite(loss) for loss in found.losses]
                         log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
                         progress = f"{len(curve)}/{window.num_evaluations} of the window"
                         report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")

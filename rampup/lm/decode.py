@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rampup.lm.attention import masked_attention
-from rampup.lm.transformer import LanguageModel, rotate
+from rampup.lm.transformer import Block, LanguageModel, rotate
 
 
 class Cache(NamedTuple):
@@ -41,10 +41,11 @@ def prefill(
         mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
         return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
 
-    def apply(x_BPE: jax.Array, layer: Any) -> tuple[jax.Array, Cache]:
-        return model.block.apply({"params": layer}, x_BPE, None, attend)  # type: ignore[no-any-return]
-
-    x_BPE, cache = jax.lax.scan(apply, model.embed(params, tokens_BP), params["layers"])
+    x_BPE, cache = jax.lax.scan(
+        lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),
+        model.embed(params, tokens_BP),
+        params["layers"],
+    )
     last_B1E = jnp.take_along_axis(x_BPE, (length_B - 1)[:, None, None], axis=1)
     return model.head(params, last_B1E)[:, 0], cache
 
@@ -69,7 +70,7 @@ def decode(
             new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
             return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
 
-        return model.block.apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
+        return Block(model).apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
 
     x_B1E, cache = jax.lax.scan(apply, model.embed(params, token_B[:, None]), (params["layers"], cache))
     return model.head(params, x_B1E)[:, 0], cache
@@ -86,10 +87,11 @@ def packed_hidden(
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
     mask = same[:, None, None]
 
-    def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
 
-    def apply(x_BTE: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return model.block.apply({"params": layer}, x_BTE, None, packed)  # type: ignore[no-any-return]
-
-    return jax.lax.scan(apply, model.embed(params, tokens_BT), params["layers"])[0]
+    return jax.lax.scan(
+        lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),
+        model.embed(params, tokens_BT),
+        params["layers"],
+    )[0]

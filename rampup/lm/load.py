@@ -121,9 +121,8 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
         run = path.parent
     folder = run / CHECKPOINT_FOLDER
     if not path.is_dir() or not checkpoint_steps(folder):
-        raise ConfigError(
-            f"there is no checkpoint in {path}; name the folder of a run or one of its checkpoints", key="run_name"
-        )
+        fix = "name the folder of a run or one of its checkpoints"
+        raise ConfigError(f"there is no checkpoint in {path}; {fix}", key="run_name")
     if path.parent == folder:
         if problem := damage(path):
             raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")
@@ -148,9 +147,8 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
     if config.gradient_accumulation == "multi_steps":
         tx = multi_steps(tx, plan)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=jax.eval_shape(tx.init, params))
-    tree = restore_tree(folder, on_first_device({"step": shapes.step, "params": params, "opt_state": shapes.opt_state}))
-    state, context = shapes.replace(**tree), config.max_target_length
+    shapes = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "opt_state": jax.eval_shape(tx.init, params)}
+    state, context = TrainState(**restore_tree(folder, on_first_device(shapes))), config.max_target_length
     return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model, context=context)
 
 

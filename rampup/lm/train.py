@@ -30,8 +30,8 @@ from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, O
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
-from rampup.data.sources import RowSource, files_of
-from rampup.engine.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
+from rampup.data.sources import files_of
+from rampup.engine.accumulate import AccumulatedLoss, random_key
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
@@ -109,12 +109,12 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**found, "ramp": record.get(RAMP_ROWS, found["ramp"]), "step": record["step"]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainSetup:
     """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
-    Pipeline stages store the layers in `layer_order`; checkpoints have them in their natural order. A training state is that of
-    `step.tx`, which may wrap `tx`.
+    Another plan of as many stages and repeats can take the place of `plan`. Pipeline stages store the layers in `layer_order`;
+    checkpoints have them in their natural order. A training state is that of `step.tx`, which may wrap `tx`.
     """
 
     config: Config
@@ -123,10 +123,7 @@ class TrainSetup:
     model: LanguageModel
     param_shardings: Any
     layer_order: np.ndarray
-    loss: LossFn | SummableLoss
     tx: optax.GradientTransformation
-    learning_rate: LearningRate
-    step: TrainStep = None  # from `with_batches`, with which a setup is built
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -134,12 +131,9 @@ class TrainSetup:
         offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
         enabled = [name for name in offload if getattr(config, name)]
         if enabled and (problem := host_memory_problem(mesh)):
-            raise ConfigError(
-                f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
-            )
+            rule = f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}"
+            raise ConfigError(rule, key=enabled[0], nearest=(False,))
         model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
-        rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
-        tx = optimizer(config, rate)
         return cls(
             config=config,
             plan=plan,
@@ -147,18 +141,35 @@ class TrainSetup:
             model=model,
             param_shardings=model.shardings(mesh),
             layer_order=np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats)),
-            loss=loss,
-            tx=tx,
-            learning_rate=rate,
-        ).with_batches(plan)
+            tx=optimizer(config, learning_rate(config, plan)),
+        )
 
-    def with_batches(self, plan: RampPlan) -> Self:
-        """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
+    @functools.cached_property
+    def loss(self) -> Any:
+        """The loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
+        config, model, splitter = self.config, self.model, self.plan.splitter
+        types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
+        if config.gradient_accumulator_dtype != "float32":
+            # float32 is the default, and the only type that the engine `multi_steps` takes.
+            types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
+        if splitter.num_stages > 1:
+            loss: Any = model.pipelined(splitter.num_repeats, keep=config.pipeline_keep)
+        elif config.measure_gradient_noise or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1):
+            # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of
+            # them over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters.
+            loss = AccumulatedLoss(model.loss)
+        else:
+            loss = model.sharded_loss(self.mesh)
+        return replace(loss, **types)
+
+    @functools.cached_property
+    def step(self) -> TrainStep:
+        """The training step, or an error if the plan, the mesh or the optimizer do not allow it."""
         config = self.config
-        step = train_step(
+        return train_step(
             self.loss,
             self.tx,
-            plan,
+            self.plan,
             self.mesh,
             engine=config.gradient_accumulation,
             seed=config.init_weights_seed,
@@ -167,14 +178,13 @@ class TrainSetup:
             wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
             measure_gradient_noise=config.measure_gradient_noise,
         )
-        return replace(self, plan=plan, step=step)
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
-        plan, model = self.plan, replace(self.model, dropout_rate=0.0)
+        plan, without_dropout = self.plan, replace(self, model=replace(self.model, dropout_rate=0.0))
         options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
         eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
-        return EvalStep(model_loss(self.config, model, plan, self.mesh), self.mesh), eval_plan
+        return EvalStep(without_dropout.loss, self.mesh), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
@@ -217,10 +227,7 @@ class TrainSetup:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
         def permutation(order: np.ndarray) -> Callable[[Any], Any]:
-            permute: Callable[[Any], Any] = jax.jit(
-                lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings
-            )
-            return permute
+            return jax.jit(lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings)
 
         return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
 
@@ -275,6 +282,7 @@ class Run:
             fix = "here a position does not depend on hosts: set it to -1"
             raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
+        split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
         # A process that does not read knows no fingerprints. Process 0 reads.
@@ -288,21 +296,45 @@ class Run:
             plan=plan,
             mesh=setup.mesh,
             order=sample_order(config, len(train_rows), num_samples),
-            split_for=setup.step.split_for,
+            split_for=split_for,
             # `multi_steps` calls its program once per microbatch.
             chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
             num_threads=config.grain_num_threads,
             read_ahead=config.grain_prefetch_buffer_size,
             loading=loading,
         )
-        return cls(
-            setup=setup,
-            saved=saved,
-            loader=loader,
-            data=data,
-            evaluation=None if config.eval_interval == -1 else _evaluation(config, setup, eval_rows, loading),
-            writers=metric_writers(config),
-        )
+        evaluation = None
+        if config.eval_interval != -1:
+            # The weighted mean loss over the same held-out rows every time.
+            size = plan.eval_global_batch_size
+            assert size is not None  # None only with eval_interval=-1
+            available = len(eval_rows) // size
+            wanted = available if config.eval_steps == -1 else config.eval_steps
+            if wanted == DEFAULTS["eval_steps"]:
+                # The default suits small files too, also if it is written in a file. Any other number must be there.
+                wanted = min(wanted, max(available, 1))
+            if not 1 <= wanted <= available:
+                needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
+                fix = f"eval_steps={available}, " if available else ""
+                raise DataError(
+                    f"evaluation needs {needs} of {size} rows, but {len(eval_rows):,} rows are held out, {available} batches; "
+                    f"set {fix}a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
+                    key="eval_steps" if available else "eval_per_device_batch_size",
+                    nearest=(available,) if available else (),
+                )
+            step, eval_plan = setup.evaluation(size, wanted)
+            order = SampleOrder(len(eval_rows), seed=None)
+            eval_loader = BatchLoader(source=eval_rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
+
+            def evaluate(state: Any) -> dict[str, float]:
+                sums = [step(state, batch) for batch in eval_loader.batches()]
+                # float64: the weights of many batches add up to more than float32 counts exactly.
+                loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+                return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
+
+            evaluation = EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
+
+        return cls(setup=setup, saved=saved, loader=loader, data=data, evaluation=evaluation, writers=metric_writers(config))
 
     def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
         """Train in the run's folder, to the plan's end or to Ctrl-C or SIGTERM.
@@ -320,10 +352,8 @@ class Run:
         folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
             if saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
-                raise ConfigError(
-                    f"{folder} already has a checkpoint: start `rampup train` again, or give it to Run.from_config, to resume",
-                    key="run_name",
-                )
+                fix = "start `rampup train` again, or give it to Run.from_config, to resume"
+                raise ConfigError(f"{folder} already has a checkpoint: {fix}", key="run_name")
             on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
             state = setup.initial_state()
             to_saved, from_saved = setup.reorder_layers(state)
@@ -349,7 +379,7 @@ class Run:
                 batches_of=lambda other: replace(self.loader, plan=other).batches,
                 folder=folder,
                 metrics=MetricOptions(
-                    learning_rate=setup.learning_rate.at,
+                    learning_rate=learning_rate(config, plan).at,
                     tokens_per_sample=config.max_target_length,
                     flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                     writers=functools.partial(self.writers, folder),
@@ -371,10 +401,8 @@ class Run:
                 on_event=on_event,
                 should_stop=should_stop,
             )
-            ramp = None
-            if saved is not None:
-                known = ramp_before(saved.record)
-                ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
+            known = None if saved is None else ramp_before(saved.record)
+            ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
             state, start = loop.restore(state, saved, ramp_before=ramp)
             if is_primary() and start < plan.total_steps:
                 # Only now: a run that is refused or finished must leave the configuration of the run in this folder alone.
@@ -446,23 +474,6 @@ def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]
     return lambda folder, start: [make(folder, start) for make in makers]
 
 
-def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
-    """Return the loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
-    types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
-    if config.gradient_accumulator_dtype != "float32":
-        # float32 is the default, and the only type that the engine `multi_steps` takes.
-        types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
-    if plan.splitter.num_stages > 1:
-        loss: Any = model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
-    elif config.measure_gradient_noise or (config.shard_optimizer_over_data and mesh.shape[DATA] > 1):
-        # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of them
-        # over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters, not the loss.
-        loss = AccumulatedLoss(model.loss)
-    else:
-        loss = model.sharded_loss(mesh)
-    return replace(loss, **types)
-
-
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
     """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
     seed = config.data_shuffle_seed if config.enable_data_shuffling else None
@@ -474,41 +485,9 @@ def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> Samp
 def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
     """Return the samples that a step reads: number of the sample, row, and where the row comes from."""
     if not 0 <= step < plan.total_steps:
-        raise ConfigError(
-            f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
-        )
+        last = plan.total_steps - 1
+        raise ConfigError(f"step={step} must be from 0 to {last}", key="step", nearest=(0, last))
     rows, _ = open_sources(config.data, config.model)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
-
-
-def _evaluation(config: RunKeys, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
-    """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
-    size = setup.plan.eval_global_batch_size
-    assert size is not None  # None only with eval_interval=-1
-    available = len(rows) // size
-    wanted = available if config.eval_steps == -1 else config.eval_steps
-    if wanted == DEFAULTS["eval_steps"]:
-        # The default suits small files too, also if it is written in a file. Any other number is an error if there are fewer.
-        wanted = min(wanted, max(available, 1))
-    if not 1 <= wanted <= available:
-        needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
-        fix = f"eval_steps={available}, " if available else ""
-        raise DataError(
-            f"evaluation needs {needs} of {size} rows, but {len(rows):,} rows are held out, {available} batches; set {fix}a "
-            "smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
-            key="eval_steps" if available else "eval_per_device_batch_size",
-            nearest=(available,) if available else (),
-        )
-    step, plan = setup.evaluation(size, wanted)
-    order = SampleOrder(len(rows), seed=None)
-    loader = BatchLoader(source=rows, plan=plan, mesh=setup.mesh, order=order, loading=loading)
-
-    def evaluate(state: Any) -> dict[str, float]:
-        sums = [step(state, batch) for batch in loader.batches()]
-        # float64: the weights of many batches add up to more than float32 counts exactly.
-        loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
-        return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
-
-    return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)

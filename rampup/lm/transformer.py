@@ -84,8 +84,13 @@ class Block(nn.Module):
         q_BTHD = nn.DenseGeneral((model.num_heads, head_dim), name="query", **dense)(h_BTE)
         k_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
         v_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
-        qkv = (checkpoint_name(x, name) for x, name in zip((q_BTHD, k_BTGD, v_BTGD), _QKV, strict=True))
-        mixed_BTHD, extra = (self._attend(*qkv), None) if mixer is None else mixer(*qkv)
+        q_BTHD, k_BTGD, v_BTGD = map(checkpoint_name, (q_BTHD, k_BTGD, v_BTGD), _QKV)
+        if mixer is None:
+            mesh = None if model.activations is None else model.activations.mesh
+            mixed_BTHD = attend(rotate(q_BTHD), rotate(k_BTGD), v_BTGD, kind=model.attention, mesh=mesh)
+            mixed_BTHD = checkpoint_name(mixed_BTHD, _CONTEXT)
+        else:
+            mixed_BTHD, extra = mixer(q_BTHD, k_BTGD, v_BTGD)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
         x_BTE = x_BTE + self._drop(checkpoint_name(h_BTE, _OUT), keys_B, 0)
 
@@ -95,10 +100,6 @@ class Block(nn.Module):
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
         x_BTE = x_BTE + self._drop(h_BTE, keys_B, 1)
         return x_BTE if mixer is None else (x_BTE, extra)
-
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        mesh = None if self.model.activations is None else self.model.activations.mesh
-        return checkpoint_name(attend(rotate(q), rotate(k), v, kind=self.model.attention, mesh=mesh), _CONTEXT)
 
     def _drop(self, h_BTE: jax.Array, keys_B: jax.Array | None, part: int) -> jax.Array:
         if self.model.dropout_rate == 0 or keys_B is None:
@@ -154,11 +155,6 @@ class LanguageModel:
         return cls(**{name: getattr(config, key) for name, key in keys.items() if hasattr(config, key)} | others)
 
     @property
-    def block(self) -> Block:
-        """The Flax module of one layer."""
-        return Block(self)
-
-    @property
     def num_parameters(self) -> int:
         """Total number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
@@ -181,16 +177,15 @@ class LanguageModel:
         embedding_key, layers_key, head_key = jax.random.split(key, 3)
         dtype = jnp.dtype(self.param_dtype)
         example = jnp.zeros((1, 2, self.width), dtype)
-        init_layer = lambda layer_key: self.block.init(layer_key, example)["params"]  # noqa: E731
+        init_layer = lambda layer_key: Block(self).init(layer_key, example)["params"]  # noqa: E731
         params = {
             "embedding": 0.02 * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype),
             "layers": jax.vmap(init_layer)(jax.random.split(layers_key, self.num_layers)),
             "final_norm": jnp.ones((self.width,), dtype),
         }
         if not self.tied:
-            params["head"] = jax.random.normal(head_key, (self.width, self.vocab_size), dtype) / np.sqrt(self.width).astype(
-                dtype
-            )
+            head_EV = jax.random.normal(head_key, (self.width, self.vocab_size), dtype)
+            params["head"] = head_EV / np.sqrt(self.width).astype(dtype)
         return params
 
     def embed(self, params: Mapping[str, Any], tokens_BT: jax.Array) -> jax.Array:
@@ -211,10 +206,16 @@ class LanguageModel:
     ) -> jax.Array:
         """Apply stacked layers one after the other; `first_layer` is the number of the first one."""
 
+        def gather_whole(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            spec = _LAYER_SPECS.get(path[0].key, ())
+            return self._gather(leaf, spec.index(FSDP)) if FSDP in spec else leaf
+
         def apply(x_BTE: jax.Array, numbered: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             layer, number = numbered
             keys = None if keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
-            return self.block.apply({"params": self._gather_layer(layer)}, x_BTE, keys), None
+            if manual_size(FSDP) > 1:  # see `sharded_loss`
+                layer = jax.tree_util.tree_map_with_path(gather_whole, layer)
+            return Block(self).apply({"params": layer}, x_BTE, keys), None
 
         if self.remat_policy != "none" or manual_size(FSDP) > 1:
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat_policy])
@@ -256,17 +257,6 @@ class LanguageModel:
 
     def _head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
         return params["embedding"].T if self.tied else params["head"]
-
-    def _gather_layer(self, layer: Any) -> Any:
-        """Return a layer's weights whole along the fsdp axis; see `sharded_loss`."""
-        if manual_size(FSDP) == 1:
-            return layer
-
-        def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            spec = _LAYER_SPECS.get(path[0].key, ())
-            return self._gather(leaf, spec.index(FSDP)) if FSDP in spec else leaf
-
-        return jax.tree_util.tree_map_with_path(gather, layer)
 
     def _gather(self, weights: jax.Array, axis: int) -> jax.Array:
         """Return weights for use, in the type of the activations and whole along the fsdp axis.
@@ -327,23 +317,6 @@ class LanguageModel:
 
     def shardings(self, mesh: Mesh) -> dict[str, Any]:
         """Return the shardings of the parameters over stage, fsdp and tensor, or refuse axes that do not divide a size."""
-        self._check_divisible(mesh)
-        layers = jax.eval_shape(self.init, jax.random.key(0))["layers"]
-
-        def of_layer(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            spec = _LAYER_SPECS.get(path[0].key, (None,) * (leaf.ndim - 1))
-            return NamedSharding(mesh, PartitionSpec(STAGE, *spec))
-
-        shardings = {
-            "embedding": NamedSharding(mesh, PartitionSpec(None, (FSDP, TENSOR))),
-            "layers": jax.tree_util.tree_map_with_path(of_layer, layers),
-            "final_norm": NamedSharding(mesh, PartitionSpec()),
-        }
-        if not self.tied:
-            shardings["head"] = NamedSharding(mesh, PartitionSpec(FSDP, TENSOR))
-        return shardings
-
-    def _check_divisible(self, mesh: Mesh) -> None:
         rules = (
             ("base_num_decoder_layers", self.num_layers, (STAGE,)),
             ("base_emb_dim", self.width, (FSDP, TENSOR)),
@@ -365,6 +338,20 @@ class LanguageModel:
                 key="num_vocab_tiling",
                 nearest=nearest_in(self.num_vocab_tiling, divisors(self.vocab_size // parts)),
             )
+        layers = jax.eval_shape(self.init, jax.random.key(0))["layers"]
+
+        def of_layer(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            spec = _LAYER_SPECS.get(path[0].key, (None,) * (leaf.ndim - 1))
+            return NamedSharding(mesh, PartitionSpec(STAGE, *spec))
+
+        shardings = {
+            "embedding": NamedSharding(mesh, PartitionSpec(None, (FSDP, TENSOR))),
+            "layers": jax.tree_util.tree_map_with_path(of_layer, layers),
+            "final_norm": NamedSharding(mesh, PartitionSpec()),
+        }
+        if not self.tied:
+            shardings["head"] = NamedSharding(mesh, PartitionSpec(FSDP, TENSOR))
+        return shardings
 
 
 def rotate(x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None) -> jax.Array:
@@ -419,10 +406,7 @@ def tiled_cross_entropy(
         is_target_BTPC = targets_BT[..., None, None] == tokens_PC
         return jnp.sum(jnp.where(is_target_BTPC, logits_BTPC, 0), (-2, -1)), jax.nn.logsumexp(logits_BTPC, (-2, -1))
 
-    def scan_tile(carry: Any, tile: Any) -> Any:
-        return carry, of_tile(x_BTE, tile)
-
-    target_NBT, norm_NBT = jax.lax.scan(scan_tile, None, (tiles(kernel_EV), tiles(jnp.arange(V))))[1]
+    target_NBT, norm_NBT = jax.lax.map(lambda tile: of_tile(x_BTE, tile), (tiles(kernel_EV), tiles(jnp.arange(V))))
     return _sum_over_targets(jnp.sum(target_NBT, 0) - jax.nn.logsumexp(norm_NBT, 0), length_B)
 
 

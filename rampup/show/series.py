@@ -188,10 +188,10 @@ def _dropped_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float,
     return {"Share of dropped prompts": tuple(shares)}
 
 
-def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
+def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
     """Return the median tokens per second of a run by global batch size, in samples.
 
-    Steps that compiled count only if there are no others of their size.
+    Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
 
     Raises:
         ConfigError: there is no such folder or file, or no step in it has a throughput.
@@ -200,7 +200,7 @@ def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
     if not file.is_file():
         raise ConfigError("cannot read the run's metrics: no such file", key=key, path=str(file))
     steady, compiled = defaultdict(list), defaultdict(list)
-    for record in read_lines(file):
+    for record in read_lines(file) if lines is None else lines:
         size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
         if _is_positive(size) and isinstance(size, int) and _is_positive(rate):
             # The first step compiles too, even if it took its program from the cache.

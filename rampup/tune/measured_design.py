@@ -31,7 +31,8 @@ from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
 from rampup.errors import ConfigError, DataError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, as_path, read_lines
-from rampup.plan.plan import SECONDS_PER_HOUR, RampPlan
+from rampup.plan.plan import SECONDS_PER_HOUR
+from rampup.show.series import measured_throughput, require_count
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
@@ -89,26 +90,35 @@ def design_ramp(
     """
     tokens = config.train_tokens if train_tokens is None else train_tokens
     if not tokens:
-        raise ConfigError(
-            "a design needs the length of the run: give train_tokens (--train-tokens), such as 300B", key="train-tokens"
-        )
+        fix = "give train_tokens (--train-tokens), such as 300B"
+        raise ConfigError(f"a design needs the length of the run: {fix}", key="train-tokens")
     paths = [measured] if isinstance(measured, (str, os.PathLike)) else measured
     measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
     samples = -(-tokens // length)
+    # The batches to choose from: the plan's first one, and its doublings that can be split.
     plan = build_plan(config, num_devices)
-    sizes = _legal_sizes(plan, measurements, samples, max_batch)
+    smallest = plan.ramp.sizes[0]
+    wanted = max_batch or BEYOND_MEASURED * max(measurements.seconds, default=smallest)
+    most = min(wanted, max(samples // LEAST_STEPS, smallest))
+    doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
+    sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
+    if len(sizes) < 2:
+        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
+        if most < min(wanted, 2 * smallest):
+            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
+            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
+        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
     times = StepTimes.fit(dict(measurements.seconds))
     # By how the noise scale is at its estimate and at both ends of its interval.
     models = [DesignModel(noise=curve, times=times) for curve in noise_curves(measurements.noise)]
-    model, notes = models[0], [*measurements.notes, *_bounds(measurements)]
+    model, notes = models[0], [*measurements.notes]
     schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
 
     slope = loss_slope(measurements.losses)
     if slope is None:
         notes.append("the measured run is too short for the slope of its loss, so no loss penalty is predicted")
-    constant = ((0, sizes[0]),)
-    references = [each.run(constant, samples=samples).progress for each in models]
+    references = [each.run(((0, sizes[0]),), samples=samples).progress for each in models]
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
         noise, low, high = (each.noise.at(progress) for each in models)
@@ -121,12 +131,11 @@ def design_ramp(
         build_plan(replace(config, **NO_RAMP, batch_size_schedule=text), num_devices)  # refuses what `rampup plan` would refuse
         outcomes = [each.run(schedule, samples=samples) for each in models]
         same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
-        ranges: dict[str, list[Any]] = {"loss_penalty": [None] * len(models)}
-        if slope is not None:
-            places = [each.noise.knots[-1][0] for each in models]
-            triples = zip((outcome.progress for outcome in outcomes), references, places, strict=True)
-            ranges["loss_penalty"] = [loss_penalty(a, b, slope=slope, measured_at=place) for a, b, place in triples]
-        ranges["hours_to_same_loss"] = [outcome.seconds / SECONDS_PER_HOUR for outcome in same]
+        penalties = [
+            None if slope is None else loss_penalty(a.progress, b, slope=slope, measured_at=each.noise.knots[-1][0])
+            for each, a, b in zip(models, outcomes, references, strict=True)
+        ]
+        ranges = {"loss_penalty": penalties, "hours_to_same_loss": [outcome.seconds / SECONDS_PER_HOUR for outcome in same]}
         candidate: dict[str, Any] = {
             "name": name,
             "batch_size_schedule": text,
@@ -171,8 +180,7 @@ class Measurements(NamedTuple):
         """Read runs and results of `rampup tune`."""
         seconds: dict[int, float] = {}
         notes: list[str] = []
-        noise: tuple[str, list[NoisePoint]] | None = None
-        losses: list[tuple[int, float]] = []
+        source, noise, losses = "", list[NoisePoint](), list[tuple[int, float]]()
         for path in paths:
             if path.is_file():
                 try:
@@ -185,36 +193,52 @@ class Measurements(NamedTuple):
                 seconds |= timed
                 continue
             if not (path / METRICS_FILE).is_file():
-                raise ConfigError(
-                    f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`", key="measured"
-                )
+                problem = f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`"
+                raise ConfigError(problem, key="measured")
             lines = _checked_lines(path)
             seconds = _run_seconds(path, config, lines, notes) | seconds
-            found = _noise_points(lines)
-            if (critical := _critical_points(path)) is not None:
-                found = "critical", _with_noise_around(critical, [] if found is None else found[1])
-                if found[1][0] is critical[0]:
+            points, critical = _noise_points(lines), _critical_points(path)
+            if critical:
+                # Both measure the same quantity, the critical batch better but only at its checkpoint. So before the first and
+                # after the last one, the noise scale counts, times the ratio of the two there unless one is only a bound.
+                first, last = critical[0], critical[-1]
+                curve = NoiseCurve(knots=tuple((each.samples, each.noise) for each in points if not each.is_bound), growth=0.0)
+                ratios = [1.0 if to.is_bound or not curve.knots else to.noise / curve.at(to.samples) for to in (first, last)]
+                before = [each.scaled(ratios[0]) for each in points if each.samples < first.samples]
+                after = [each.scaled(ratios[1]) for each in points if each.samples > last.samples]
+                points = [*before, *critical, *after]
+                if not before:
                     notes.append(
-                        f"nothing was measured before sample {critical[0].samples:,}: the critical batch there is taken "
+                        f"nothing was measured before sample {first.samples:,}: the critical batch there is taken "
                         "from the start on; `rampup critical RUN_DIR --step STEP` measures at an earlier checkpoint"
                     )
-            if found is not None and noise is None:
-                noise = found
+            if points and not noise:
+                source, noise = "critical" if critical else "noise_scale", points
                 losses = [(line["consumed_samples"], line["loss"]) for line in lines if line.get("loss") is not None]
-        if noise is None:
+        if not noise:
             names = ", ".join(map(str, paths))
             raise DataError(
                 f"no noise scale and no critical batch was measured in {names}: train with measure_gradient_noise=true, "
                 "or run `rampup critical RUN_DIR` at one or more checkpoints",
                 key="measured",
             )
-        return cls(seconds, *noise, losses, notes)
+        what, larger = "noise scale", "measure over more samples, or in a larger batch"
+        if source == "critical":
+            what, larger = "critical batch", "measure again with larger --multiples"
+        lowest = [(point.samples, point.low) for point in noise if point.high == math.inf]
+        highest = [(point.samples, point.noise) for point in noise if point.low == 0]
+        notes += [
+            f"at {len(bounds)} of {len(noise)} places the {what} is only known to be {relation} a number, "
+            f"{bounds[-1][1]:,.0f} the last time, after {bounds[-1][0]:,.0f} samples: the design follows other estimates, "
+            f"held to these bounds; {fix}"
+            for relation, bounds, fix in (("at least", lowest, larger), ("at most", highest, "try smaller --multiples"))
+            if bounds
+        ]
+        return cls(seconds, source, noise, losses, notes)
 
 
 def _checked_lines(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs is damaged."""
-    from rampup.show.series import require_count
-
     lines, before = list(read_lines(folder / METRICS_FILE)), 0
     for line in lines:
         for key in COUNTS:
@@ -236,48 +260,28 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
 
 def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[int, float]:
     """Return the median step times of a run, and note how its model differs."""
-    from rampup.show.series import measured_throughput
-
-    throughput = measured_throughput(folder)
-    if not (folder / CONFIG_FILE).is_file():
+    throughput, length = measured_throughput(folder, lines), config.max_target_length
+    if (folder / CONFIG_FILE).is_file():
+        own = load_config(folder / CONFIG_FILE)
+        if own.max_target_length != length:
+            raise ConfigError(
+                f"{folder} was measured with max_target_length={own.max_target_length}, but the design has "
+                f"{length}: a batch in samples does not mean the same",
+                key="max_target_length",
+                nearest=(own.max_target_length,),
+            )
+        if different := [name for name in IDENTITY_KEYS if getattr(own, name) != getattr(config, name)]:
+            changes = ", ".join(f"{name}={getattr(own, name)}" for name in different[:6])
+            notes.append(f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run")
+    else:
         # A run of another loop, which may count something else than this model's tokens, or samples.
         rows = ((line["global_batch_size"], line.get("tokens_per_second"), line.get("step_seconds")) for line in lines)
         lengths = sorted(rate * time / size for size, rate, time in rows if isinstance(rate, float) and isinstance(time, float))
-        length = round(lengths[len(lengths) // 2]) if lengths else config.max_target_length
-        return {size: float(size * length / rate) for size, rate in throughput.items()}
-    own = load_config(folder / CONFIG_FILE)
-    if own.max_target_length != config.max_target_length:
-        raise ConfigError(
-            f"{folder} was measured with max_target_length={own.max_target_length}, but the design has "
-            f"{config.max_target_length}: a batch in samples does not mean the same",
-            key="max_target_length",
-            nearest=(own.max_target_length,),
-        )
-    different = [name for name in IDENTITY_KEYS if getattr(own, name) != getattr(config, name)]
-    if different:
-        changes = ", ".join(f"{name}={getattr(own, name)}" for name in different[:6])
-        notes.append(f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run")
-    return {size: float(size * own.max_target_length / rate) for size, rate in throughput.items()}
+        length = round(lengths[len(lengths) // 2]) if lengths else length
+    return {size: float(size * length / rate) for size, rate in throughput.items()}
 
 
-def _with_noise_around(critical: list[NoisePoint], noise: Sequence[NoisePoint]) -> list[NoisePoint]:
-    """Return critical batches, with the noise scale of the run before the first and after the last one.
-
-    Both measure the same quantity, the critical batch better but only at its checkpoint. So the noise scale is multiplied by
-    the ratio of the two there, unless one of them is only a bound.
-    """
-    exact = tuple((point.samples, point.noise) for point in noise if not point.is_bound)
-
-    def moved(points: list[NoisePoint], to: NoisePoint) -> list[NoisePoint]:
-        ratio = to.noise / NoiseCurve(knots=exact, growth=0.0).at(to.samples) if exact and not to.is_bound else 1.0
-        return [point._replace(noise=point.noise * ratio, low=point.low * ratio, high=point.high * ratio) for point in points]
-
-    first, last = critical[0], critical[-1]
-    before = moved([point for point in noise if point.samples < first.samples], first)
-    return [*before, *critical, *moved([point for point in noise if point.samples > last.samples], last)]
-
-
-def _critical_points(folder: Path) -> list[NoisePoint] | None:
+def _critical_points(folder: Path) -> list[NoisePoint]:
     """Return what `rampup critical` has found at the checkpoints of a run; the largest window of each counts."""
     parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
@@ -293,15 +297,14 @@ def _critical_points(folder: Path) -> list[NoisePoint] | None:
             low = 0.0 if bound == "at_most" else float(size)
             point = NoisePoint(int(found["consumed_samples"]), int(found["global_batch_size"]), float(size), low, high)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ConfigError(
-                f"{file} is not a result of `rampup critical`: {error!r}; delete its folder, and measure again", key="measured"
-            ) from error
+            problem = f"{file} is not a result of `rampup critical`: {error!r}"
+            raise ConfigError(f"{problem}; delete its folder, and measure again", key="measured") from error
         if step not in by_step or tokens > by_step[step][0]:
             by_step[step] = tokens, point
-    return [point for _, (_, point) in sorted(by_step.items())] or None
+    return [point for _, (_, point) in sorted(by_step.items())]
 
 
-def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[NoisePoint]] | None:
+def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
     """Return the noise scale in every octave of a run's samples, from the averages of S and G2 in it.
 
     All steps of an octave count. Those in which the running estimate has a value are those in which G2 came out large, so their
@@ -355,40 +358,7 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[NoisePo
             value = ratio if ratio < OPEN_RATIO * found.low else found.low
         samples, batch = (sum(line[key] for line, _ in steps) / len(steps) for key in COUNTS)
         points.append(NoisePoint(samples, batch, value, found.low, math.inf if found.high is None else found.high))
-    return ("noise_scale", points) if points else None
-
-
-def _bounds(measured: Measurements) -> list[str]:
-    """Return notes about measurements that are only bounds."""
-    what, larger = "noise scale", "measure over more samples, or in a larger batch"
-    if measured.source == "critical":
-        what, larger = "critical batch", "measure again with larger --multiples"
-    lowest = [(point.samples, point.low) for point in measured.noise if point.high == math.inf]
-    highest = [(point.samples, point.noise) for point in measured.noise if point.low == 0]
-    kinds = (("at least", lowest, larger), ("at most", highest, "try smaller --multiples"))
-    return [
-        f"at {len(bounds)} of {len(measured.noise)} places the {what} is only known to be {relation} a number, "
-        f"{bounds[-1][1]:,.0f} the last time, after {bounds[-1][0]:,.0f} samples: the design follows other estimates, held to "
-        f"these bounds; {fix}"
-        for relation, bounds, fix in kinds
-        if bounds
-    ]
-
-
-def _legal_sizes(plan: RampPlan, measured: Measurements, samples: int, max_batch: int | None) -> list[int]:
-    """Return the batches to choose from: the plan's first one, and its doublings that can be split."""
-    smallest = plan.ramp.sizes[0]
-    wanted = max_batch or BEYOND_MEASURED * max(measured.seconds, default=smallest)
-    most = min(wanted, max(samples // LEAST_STEPS, smallest))
-    doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
-    sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
-    if len(sizes) < 2:
-        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
-        if most < min(wanted, 2 * smallest):
-            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
-            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
-        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
-    return sizes
+    return points
 
 
 def _candidates(

@@ -75,16 +75,11 @@ class Programs:
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
         self._answers: dict[Size, Compiled] = {}
-        self._more: int | None = None
 
     @property
     def compiled_sizes(self) -> frozenset[int]:
         """The microbatch sizes whose program for the largest batch was compiled, those that do not fit among them."""
         return frozenset(size.microbatch_size for size in self._memory if size == self.size(size.microbatch_size))
-
-    def announce(self, more: int) -> None:
-        """Say with the next compilation that at most this many others follow."""
-        self._more = more
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
@@ -97,14 +92,17 @@ class Programs:
         """Fewest microbatches of a pass: 1 without a pipeline."""
         return self.splitter.smallest // self.splitter.data_parallel_size
 
-    def memory(self, size: Size) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
+    def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
+        """Return the memory that a step takes of one device, or None if the compiler ran out of memory.
+
+        At most `more` compilations for absent slices follow, if that is known; it is said with this one.
+        """
         if size in self._memory:
             return self._memory[size]
         name, found = f"microbatch of {size.microbatch_size:,}", None
         if self.target is not None:
-            more = "" if self._more is None else f", {f'at most {self._more:,}' if self._more else 'none'} to come"
-            self._report(f"{name}: compiling{more}")
+            to_come = "" if more is None else f", {f'at most {more:,}' if more else 'none'} to come"
+            self._report(f"{name}: compiling{to_come}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
             found, needed = answer.memory, refused_bytes(answer.refusal)
             problem = "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
@@ -126,7 +124,8 @@ class Programs:
         memory = self.memory(size)
         if memory is None:
             return math.inf
-        used = memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
+        rows = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
+        used = memory.total + AHEAD_ON_DEVICE * rows
         # On absent slices the compiler decides what fits: it also recomputes values if memory is short.
         return used if self.target is None else min(used, self.target.limit)
 
@@ -179,7 +178,7 @@ class Programs:
         return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
-        setup = self._setup.with_batches(self._plan_of(size))
+        setup = replace(self._setup, plan=self._plan_of(size))
         return setup.step.lower(self.state_shapes, self._row, setup.plan.splits[0])
 
     def _plan_of(self, size: Size) -> RampPlan:
@@ -195,15 +194,6 @@ class Programs:
     @cached_property
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
-
-    def _batch_bytes(self, size: Size) -> int:
-        """Return the bytes that the rows of a step take of one device."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
-
-
-def finite_bytes(number: float) -> int | None:
-    """Return bytes for JSON; None for infinitely many, those of a program that cannot be compiled."""
-    return int(number) if math.isfinite(number) else None
 
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:

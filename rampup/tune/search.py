@@ -17,8 +17,9 @@ from typing import Any
 
 import jax
 
+from rampup.batch_size.critical import finite
 from rampup.config.build import build_plan, with_slices
-from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RampKeys, RunKeys
+from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.errors import ConfigError, RampupError
@@ -28,17 +29,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.tune.memory_options import find_memory_options
-from rampup.tune.programs import (
-    Programs,
-    Report,
-    Size,
-    Timing,
-    finite_bytes,
-    fit_line,
-    fit_tick_overhead,
-    take_turns,
-    unconstrained,
-)
+from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
 from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
@@ -62,27 +53,22 @@ PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accum
 
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
-# Microbatch size -> number of microbatches -> times.
-Times = Mapping[int, Mapping[int, Timing]]
-
-# (microbatch size, microbatches of a step per replica) -> seconds of the step, or None if that size was not timed.
-StepTime = Callable[[int, int], float | None]
+# (microbatch size, number of microbatches) -> times.
+Times = Mapping[tuple[int, int], Timing]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """Settings, and the plan that they give."""
 
-    policy: str  # `rampup_microbatch` of the plan
     settings: Mapping[str, Any]  # the keys that differ from the configuration
     plan: RampPlan  # the same ramp, split into other microbatches
-    run_seconds: float | None = None  # predicted time of all steps of the run, or None if one of its sizes was not timed
+    run_seconds: float = math.inf  # predicted time of all steps of the run; infinite if one of its sizes was not timed
 
     @property
     def reached(self) -> tuple[BatchSplit, ...]:
         """The splits of the phases that the run reaches."""
-        phases = self.plan.ramp.phases
-        pairs = zip(phases, self.plan.splits, strict=True)
+        pairs = zip(self.plan.ramp.phases, self.plan.splits, strict=True)
         return tuple(split for phase, split in pairs if phase.start_step < self.plan.total_steps)
 
     @property
@@ -90,12 +76,15 @@ class Proposal:
         """The microbatch sizes that the run uses."""
         return frozenset(split.microbatch_size for split in self.reached)
 
-    def seconds(self, step_time: StepTime) -> float | None:
-        """Return the time of all steps of the run without compilation, or None if a size was not timed."""
+    def seconds(self, step_time: Callable[[int, int], float]) -> float:
+        """Return the time of all steps of the run without compilation.
+
+        `step_time` gives the seconds of a step from its microbatch size and microbatches, infinite if they were not timed.
+        """
         starts = [phase.start_step for phase in self.plan.ramp.phases][: len(self.reached)]
-        times = [step_time(split.microbatch_size, split.num_microbatches) for split in self.reached]
         steps = [end - start for start, end in itertools.pairwise([*starts, self.plan.total_steps])]
-        return None if None in times else sum(number * (time or 0.0) for number, time in zip(steps, times, strict=True))
+        pairs = zip(steps, self.reached, strict=True)
+        return sum(number * step_time(split.microbatch_size, split.num_microbatches) for number, split in pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as they are written in a configuration file."""
@@ -143,21 +132,20 @@ def tune(
                 nearest = (min(max(num_devices, 1), len(devices)),)
                 raise ConfigError(f"{rule}; --fake-devices {num_devices} simulates them", key="devices", nearest=nearest)
             devices = devices[:num_devices]
-        limit, named = memory_limit(memory_gib, devices)
+        limit = memory_limit(memory_gib, devices)
         enable_compilation_cache(config.jax_cache_dir)
         programs = Programs(config, devices, report)
     else:
         target = _target(config, topology, memory_gib, num_devices)
         config = with_slices(config, target.topology)
         devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
-        limit, named = target.limit, target.hbm_bytes is not None
-        programs = Programs(config, devices, report, target=target)
+        limit, programs = target.limit, Programs(config, devices, report, target=target)
     usable = int(limit * (1 - margin))
     facts: Facts = {
         "device": devices[0].device_kind,
         "num_devices": len(devices),
         "memory_gib": limit / GIB,
-        "memory_is_named": named,
+        "memory_is_named": memory_gib is not None,
         "margin": float(margin),
         "usable_bytes": usable,
         **dict.fromkeys(("largest_microbatch", "next_larger")),
@@ -233,10 +221,16 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
                 taken.append(choice)
         choices, new = tuple(taken), sorted(sizes - programs.compiled_sizes)
         for number, b in enumerate(new, start=1):
-            programs.announce(len(new) - number)
-            programs.bytes(programs.size(b))
+            programs.memory(programs.size(b), more=len(new) - number)
     elif choices:
-        times = _time_sizes(programs, choices, usable, report)
+        # The sizes of the proposals that fit on this machine, each with one pass and with the most microbatches.
+        wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
+        timed = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
+        numbers = [(size, n) for size in timed for n in sorted({programs.pass_unit, size.num_microbatches})]
+        steps = {(size.microbatch_size, n): programs.step_of(size, n) for size, n in numbers}
+        if steps:
+            report(f"timing microbatches of {', '.join(f'{size.microbatch_size:,}' for size in sorted(timed))}")
+            times = take_turns(steps)
     size = programs.size(min(programs.compiled_sizes))
     if choices:
         size = programs.size(max(_choose(facts, programs, choices, times).sizes))
@@ -251,65 +245,93 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
 def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times: Times) -> Proposal:
     """Choose the fastest proposal, and add it with its phases and with the others."""
     # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
-    lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
+    points = {b: [(n, timing.seconds) for (other, n), timing in times.items() if other == b] for b, _ in times}
+    lines = {b: fit_line(numbers) for b, numbers in points.items()}
 
-    def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
+    def step_time(microbatch_size: int, num_microbatches: int) -> float:
         if programs.target is not None:
-            return _roofline_seconds(programs, microbatch_size, num_microbatches, facts["usable_bytes"])
-        if microbatch_size not in lines:
-            return None
-        start, slope = lines[microbatch_size]
+            return _roofline_seconds(programs, microbatch_size, num_microbatches) or math.inf
+        start, slope = lines.get(microbatch_size, (math.inf, 0.0))
         return max(start + slope * num_microbatches, 0.0)
 
     choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
-    timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
-    chosen = choices[0]
-    if timed:
+    chosen, least = choices[0], min(choice.run_seconds for choice in choices)
+    if math.isfinite(least):
         # Ties go to fewer shapes, then to the earlier one.
-        least = min(seconds for seconds, _ in timed)
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
-        tied = [choice for seconds, choice in timed if seconds <= least * (1 + tolerance)]
-        chosen = min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
-    overhead, repeats = None, programs.splitter.num_repeats
+        tied = [choice for choice in choices if choice.run_seconds <= least * (1 + tolerance)]
+        chosen = min(tied, key=lambda choice: len(choice.sizes))
+    phases = []
+    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
+        b, is_estimate = split.microbatch_size, programs.target is not None
+        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
+        size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
+        seconds = finite(step_time(b, split.num_microbatches))
+        tokens = split.global_batch_size * programs.config.max_target_length
+        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+        if is_estimate:
+            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
+        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite(programs.bytes(size)), **speed})
+    overhead = None
     if programs.splitter.num_stages > 1:
-        points = {
-            b: [(math.prod(programs.loop_trips(b, n)), timing.seconds) for n, timing in by_n.items()]
-            for b, by_n in times.items()
-        }
-        overhead = fit_tick_overhead(points, num_repeats=repeats)
+        ticks = {b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers] for b, numbers in points.items()}
+        overhead = fit_tick_overhead(ticks, num_repeats=programs.splitter.num_repeats)
     seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
-    others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds or math.inf)
+    others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds)
     facts |= {
         "settings": chosen.to_dict(),
-        seconds_key: chosen.run_seconds,
-        "phases": list(_phase_rows(programs, chosen, step_time)),
+        seconds_key: finite(chosen.run_seconds),
+        "phases": phases,
         "alternatives": [
-            {"rampup_microbatch": other.policy, "settings": other.to_dict(), "executables": len(other.sizes)}
-            | {seconds_key: other.run_seconds}
+            {
+                "rampup_microbatch": other.plan.splitter.rampup_microbatch,
+                "settings": other.to_dict(),
+                "executables": len(other.sizes),
+                seconds_key: finite(other.run_seconds),
+            }
             for other in others
         ],
         "pipeline_tick_overhead": overhead,
         "notes": list(_notes(programs, choices, chosen, times, overhead)),
     }
-    if programs.target is not None:
-        facts |= _describe_programs(programs, chosen)
+    if programs.target is None:
+        return chosen
+    # The programs of the chosen settings for absent slices: those of a step in the last phase.
+    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
+    largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
+    facts["executables"], facts["compile_seconds"] = len(answers), sum(each.seconds for each in answers)
+    facts["memory"] = largest and {**asdict(largest), "total": largest.total}
+    if (account := programs.answer(programs.size(last.microbatch_size)).account) is not None:
+        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
+        roofline = account.roofline(programs.target.topology, trips)
+        work = {"flops": sum(account.total_flops(trips).values()), "memory_bytes": account.total_memory_bytes(trips)}
+        facts["collectives_per_step"], facts["roofline_seconds"] = account.collective_rows(trips), roofline.seconds
+        facts["roofline"] = {**asdict(roofline), **work, "kernels_of_unknown_cost": list(account.kernels)}
     return chosen
 
 
-def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
-    """Return the memory of one device in bytes, as given in GiB or else as the devices report it, and whether it was given.
+def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int) -> float | None:
+    """Return the estimated time of a step on absent slices, or None if it does not fit."""
+    assert programs.target is not None
+    account = programs.answer(programs.size(microbatch_size)).account
+    trips = programs.loop_trips(microbatch_size, num_microbatches)
+    return account and account.roofline(programs.target.topology, trips).seconds
+
+
+def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> int:
+    """Return the memory of one device in bytes, as given in GiB or else as the devices report it.
 
     Example:
         >>> memory_limit("0.5", jax.devices())
-        (536870912, True)
+        536870912
     """
     if memory_gib is not None:
-        return parse_memory_gib(memory_gib), True
+        return parse_memory_gib(memory_gib)
     limits = [limit for device in devices if (limit := device_limit(device)) is not None]
     if len(limits) < len(devices):
         problem = f"the device {devices[0].device_kind!r} has no memory limit of its own"
         raise ConfigError(f"{problem}; pass the limit to tune for, such as --memory-gib 16", key="memory-gib")
-    return min(limits), False
+    return min(limits)
 
 
 def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
@@ -327,39 +349,6 @@ def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float |
     return Target(topology=topology, hbm_bytes=hbm_bytes, cache=cache)
 
 
-def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int, usable: float) -> float | None:
-    """Return the estimated time of a step, or None if it does not fit."""
-    size = programs.size(microbatch_size)
-    if programs.bytes(size) > usable:
-        return None
-    assert programs.target is not None
-    account, trips = programs.answer(size).account, programs.loop_trips(microbatch_size, num_microbatches)
-    return account and account.roofline(programs.target.topology, trips).seconds
-
-
-def _describe_programs(programs: Programs, chosen: Proposal) -> Facts:
-    """Return the facts about the programs of the chosen settings for absent slices: those of a step in the last phase."""
-    assert programs.target is not None
-    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
-    account = programs.answer(programs.size(last.microbatch_size)).account
-    largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
-    facts: Facts = {
-        "executables": len(answers),
-        "compile_seconds": sum(each.seconds for each in answers),
-        "memory": largest and {**asdict(largest), "total": largest.total},
-    }
-    if account is not None:
-        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
-        roofline = account.roofline(programs.target.topology, trips)
-        work = {"flops": sum(account.total_flops(trips).values()), "memory_bytes": account.total_memory_bytes(trips)}
-        facts |= {
-            "collectives_per_step": account.collective_rows(trips),
-            "roofline_seconds": roofline.seconds,
-            "roofline": {**asdict(roofline), **work, "kernels_of_unknown_cost": list(account.kernels)},
-        }
-    return facts
-
-
 # The largest size that fits, and the next one, which was tried and does not; None if there is none.
 Boundary = tuple[int | None, int | None]
 
@@ -370,21 +359,18 @@ def find_largest(programs: Programs, usable: float) -> Boundary:
     Sizes that take the largest batch in one pass are searched first and separately: their program has no loop and therefore
     one gradient buffer less, so such a size can fit although a smaller one does not.
     """
-    splitter = programs.splitter
-    legal = sorted({b for size in programs.plan.ramp.sizes for b in splitter.legal_microbatches([size])})
-    one_pass = legal[-1]
-
-    def largest(legal: Sequence[int], least: int, most: int) -> Boundary:
+    legal = {b for size in programs.plan.ramp.sizes for b in programs.splitter.legal_microbatches([size])}
+    one_pass = max(legal)
+    largest = next_larger = None
+    for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
         # Powers of two are tried too.
-        powers = (1 << exponent for exponent in range(most.bit_length()))
-        sizes = sorted({size for size in (*legal, *powers) if least <= size <= most})
-        return largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
-
-    above = largest([one_pass], one_pass, SEARCH_FACTOR * one_pass)
-    if above[0] is not None or one_pass == 1:
-        return above
-    below, next_larger = largest(legal, 1, one_pass - 1)
-    return below, next_larger or one_pass
+        powers = {1 << exponent for exponent in range(most.bit_length())}
+        sizes = sorted(size for size in legal | powers if least <= size <= most)
+        largest, above = largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
+        next_larger = above or next_larger
+        if largest is not None:
+            break
+    return largest, next_larger
 
 
 def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
@@ -399,9 +385,8 @@ def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
     index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])
     low, high = -1, len(sizes)
     while high - low > 1:
-        programs.announce(high - low - 2)
         size = programs.size(sizes[index])
-        memory, used = programs.memory(size), programs.bytes(size)
+        memory, used = programs.memory(size, more=high - low - 2), programs.bytes(size)
         low, high = (index, high) if used <= usable else (low, index)
         index = (low + high) // 2
         if memory is not None and used <= usable:
@@ -449,76 +434,43 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
     These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
     (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
     """
-    splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
+    splitter, sizes, own = unconstrained(plan.splitter), plan.ramp.sizes, config.gradient_accumulation_steps
+
+    def propose(policy: str, microbatch_size: int, accumulation: int) -> Proposal | None:
+        """Return the proposal if it is legal, leaves the ramp unchanged and has only microbatches that fit."""
+        settings: dict[str, Any] = {"rampup_microbatch": policy, "microbatch_size": microbatch_size}
+        settings["gradient_accumulation_steps"] = accumulation
+        if accumulation != own and config.batch_size_schedule is None:
+            # Every global batch stays as it is.
+            names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
+            settings |= {name: Fraction(own, accumulation) * getattr(config, name) for name in names}
+        try:
+            made = build_plan(replace(config, **settings), plan.num_devices)
+        except RampupError:
+            return None
+        splits = [*made.splits, *([made.eval_split] if made.eval_split else [])]
+        if made.ramp.phases != plan.ramp.phases or max(split.microbatch_size for split in splits) > found:
+            return None
+        return Proposal(settings={key: value for key, value in settings.items() if value != getattr(config, key)}, plan=made)
+
     # Sizes that fit and divide every phase, the largest first.
-    shared = [size for size in reversed(splitter.legal_microbatches(plan.ramp.sizes)) if size <= found][:NEAR_THE_TOP]
-
-    def fixed() -> Iterator[Proposal | None]:
-        for size in shared:
-            settings = {"rampup_microbatch": "fixed", "microbatch_size": size}
-            yield _propose(config, plan, settings, found) or _propose(config, plan, settings | _accumulation(config, 1), found)
-
-    def auto() -> Iterator[Proposal | None]:
-        after = [size for size in reversed(splitter.legal_microbatches([last])) if shared[0] < size <= found]
-        for final in after[:NEAR_THE_TOP]:
-            accumulation = _accumulation(config, splitter.largest_microbatch(last) // final)
-            settings = [{"rampup_microbatch": "auto", "microbatch_size": size, **accumulation} for size in shared]
-            # The accumulation applies to every phase, so the largest shared size may be too large for the first.
-            yield next((made for each in settings if (made := _propose(config, plan, each, found))), None)
-
-    def per_phase() -> Iterator[Proposal | None]:
-        largest = [splitter.largest_microbatch(size) for size in plan.ramp.sizes]
-        for accumulation in divisors(math.gcd(*largest)):
-            if max(largest) <= found * accumulation:
-                settings = {"rampup_microbatch": "per_phase", "microbatch_size": AUTO, **_accumulation(config, accumulation)}
-                made = _propose(config, plan, settings, found)
-                if made:
-                    yield made if len(made.sizes) <= MAX_SHAPES or config.rampup_microbatch == "per_phase" else None
-                    return
-
-    made = [proposal for proposal in (*fixed(), *auto(), *per_phase()) if proposal]
+    shared = [size for size in reversed(splitter.legal_microbatches(sizes)) if size <= found][:NEAR_THE_TOP]
+    made = [propose("fixed", size, own) or propose("fixed", size, 1) for size in shared]
+    after = [size for size in reversed(splitter.legal_microbatches(sizes[-1:])) if shared[0] < size <= found]
+    for final in after[:NEAR_THE_TOP]:
+        # The accumulation applies to every phase, so the largest shared size may be too large for the first.
+        pairs = (propose("auto", size, splitter.largest_microbatch(sizes[-1]) // final) for size in shared)
+        made.append(next(filter(None, pairs), None))
+    largest = [splitter.largest_microbatch(size) for size in sizes]
+    enough = (number for number in divisors(math.gcd(*largest)) if max(largest) <= found * number)
+    each_phase = next(filter(None, (propose("per_phase", AUTO, number) for number in enough)), None)
+    if each_phase and (len(each_phase.sizes) <= MAX_SHAPES or config.rampup_microbatch == "per_phase"):
+        made.append(each_phase)
     unique: dict[tuple[int, ...], Proposal] = {}
-    for proposal in sorted(made, key=lambda proposal: proposal.policy != config.rampup_microbatch):
+    known = (proposal for proposal in made if proposal)
+    for proposal in sorted(known, key=lambda each: each.plan.splitter.rampup_microbatch != config.rampup_microbatch):
         unique.setdefault(tuple(split.microbatch_size for split in proposal.plan.splits), proposal)
     return tuple(unique.values())
-
-
-def _accumulation(config: RampKeys, accumulation: int) -> dict[str, Any]:
-    """Return the settings that change `gradient_accumulation_steps` and leave every global batch as it is."""
-    if accumulation == config.gradient_accumulation_steps:
-        return {}
-    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
-    if config.batch_size_schedule is None:
-        factor = Fraction(config.gradient_accumulation_steps, accumulation)
-        names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
-        settings |= {name: factor * getattr(config, name) for name in names}
-    return settings
-
-
-def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found: int) -> Proposal | None:
-    """Return a proposal if the settings are legal, leave the ramp unchanged and give only microbatches that fit."""
-    try:
-        made = build_plan(replace(config, **settings), plan.num_devices)
-    except RampupError:
-        return None
-    splits = [*made.splits, *([made.eval_split] if made.eval_split else [])]
-    if made.ramp.phases != plan.ramp.phases or max(split.microbatch_size for split in splits) > found:
-        return None
-    changed = {key: value for key, value in settings.items() if value != getattr(config, key)}
-    return Proposal(policy=made.splitter.rampup_microbatch, settings=changed, plan=made)
-
-
-def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
-    """Time the sizes of the proposals that fit on this machine, each with one pass and with the most microbatches."""
-    wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
-    sizes = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
-    if not sizes:
-        return {}
-    numbers = {size: sorted({programs.pass_unit, size.num_microbatches}) for size in sizes}
-    steps = {(size.microbatch_size, n): programs.step_of(size, n) for size in sizes for n in numbers[size]}
-    report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    found = take_turns(steps)
-    return {b: {n: timing for (other, n), timing in found.items() if other == b} for b, _ in steps}
 
 
 def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
@@ -526,46 +478,31 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
     rows = []
     for b in sorted(programs.compiled_sizes):
         size = programs.size(b)
-        used, timing = programs.bytes(size), times[b][size.num_microbatches] if b in times else None
+        used, timing = programs.bytes(size), times.get((b, size.num_microbatches))
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
-        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite_bytes(used)}
+        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite(used)}
         row |= {"fits": used <= usable, **dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))}
         if timing is not None:
             row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
             row["tokens_per_second"] = tokens / timing.seconds
         if programs.target is not None:
-            seconds = _roofline_seconds(programs, b, size.num_microbatches, usable)
+            seconds = _roofline_seconds(programs, b, size.num_microbatches)
             row |= {"roofline_seconds": seconds, "roofline_tokens_per_second": seconds and tokens / seconds}
         rows.append(row)
     return rows
 
 
-def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> Iterator[dict[str, Any]]:
-    """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
-    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b, is_estimate = split.microbatch_size, programs.target is not None
-        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
-        size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
-        seconds = step_time(b, split.num_microbatches)
-        tokens = split.global_batch_size * programs.config.max_target_length
-        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
-        if is_estimate:
-            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
-        yield {name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed}
-
-
 def _notes(
     programs: Programs, choices: Sequence[Proposal], chosen: Proposal, times: Times, overhead: float | None
 ) -> Iterator[str]:
-    faster = [c for c in choices if c.run_seconds is not None and c.run_seconds < (chosen.run_seconds or 0.0)]
-    if faster:
-        best = min(faster, key=lambda choice: choice.run_seconds or 0.0)
+    best = min(choices, key=lambda choice: choice.run_seconds)
+    if best.run_seconds < chosen.run_seconds:
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
         tolerance, why = TIE_TOLERANCE, "such times vary more than that"
         if programs.target is not None:
             tolerance, why = ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic"
         yield (
-            f"{name} is {1 - (best.run_seconds or 0.0) / (chosen.run_seconds or 1.0):.1%} faster than what is recommended, but "
+            f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
             f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
             "configuration's own rampup_microbatch, then the largest microbatch"
         )
@@ -577,11 +514,11 @@ def _notes(
             yield f"the estimate leaves out the data-center network between slices, over which a device sends {sent:,} bytes"
         if account and account.kernels:
             yield f"the estimate leaves out {len(account.kernels)} kernels, such as those of attention, whose cost is unknown"
-    elif len(times) < len({b for choice in choices for b in choice.sizes}):
+    elif len({b for b, _ in times}) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
-    spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)
-    limit = (chosen.run_seconds or 0.0) * (1 + spread)
-    close = sum(choice is not chosen and choice.run_seconds is not None and choice.run_seconds <= limit for choice in choices)
+    spread = max((timing.spread for timing in times.values()), default=0.0)
+    limit = chosen.run_seconds * (1 + spread)
+    close = sum(choice is not chosen and choice.run_seconds <= limit < math.inf for choice in choices)
     if close and spread > TIE_TOLERANCE:
         yield (
             f"the times vary by up to {spread:.0%}, and {close} of the alternatives are that close to the recommended ones: "

@@ -18,7 +18,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,8 @@ def _devices(topology: Topology) -> Sequence[Any]:
         found = topologies.get_topology_desc(topology.slice_name, platform="tpu", **options)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"the compiler {compiler_version()} refuses topology={topology.name}: {reason}", key="topology"
-        ) from error
+        problem = f"the compiler {compiler_version()} refuses topology={topology.name}"
+        raise ConfigError(f"{problem}: {reason}", key="topology") from error
     finally:
         for name in absent:
             os.environ.pop(name, None)
@@ -189,9 +188,19 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
             known = json.loads(file.read_text(encoding="utf-8")) | {"cached": True}
             known["memory"] = known["memory"] and ProgramMemory(**known["memory"])
             return Compiled(**known | {"account": known["account"] and Account.from_json(known["account"])})
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def compile_it() -> None:
+        try:
+            future.set_result(compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
+
     start, compiled, refusal = time.perf_counter(), None, ""
+    # In a thread, so that Ctrl-C ends the wait and not, minutes later, the compilation.
+    threading.Thread(target=compile_it, name=COMPILER_THREAD, daemon=True).start()
     try:
-        compiled = _in_thread(lambda: compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes))
+        compiled = future.result()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -208,20 +217,6 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
                 json.dump(dataclasses.asdict(found), part)
             os.replace(part.name, file)
     return found
-
-
-def _in_thread(function: Callable[[], Any]) -> Any:
-    """Return the result of a function that runs in a thread: Ctrl-C ends the wait and not, minutes later, the compilation."""
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=COMPILER_THREAD, daemon=True).start()
-    return future.result()
 
 
 def refused_bytes(refusal: str) -> float:

@@ -15,8 +15,6 @@ from rampup.errors import ConfigError, RampupError
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 BASE, ETA = 4, 0.02
-
-
 WINDOW = BranchWindow.of(BASE, MULTIPLES, 2048)
 CHECKPOINTS = (20, 100, 400, 1400, 4000)
 TOLERANCES = (0.003, 0.01, 0.03, 0.1)
@@ -39,43 +37,37 @@ def branch_risks(steps, size):
     return risks
 
 
-@pytest.mark.parametrize(("steps", "tolerance"), list(itertools.product(CHECKPOINTS, TOLERANCES)))
-def test_critical_finds_the_batch_of_the_exact_recursion(steps, tolerance):
-    """At 5 checkpoints and 4 tolerances, branches with early stopping find the largest batch whose exact risk is tolerable."""
-    tolerance *= checkpoint(steps).risk
-    # The oracle runs every branch to the end and averages the risks itself.
-    smoothed = []
-    for size in WINDOW.sizes:
-        average, *rest = branch_risks(steps, size)
-        for risk in rest:
-            average = 0.5 * average + 0.5 * risk
-        smoothed.append(average)
-    wanted = max(i for i in range(len(smoothed)) if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i)))
-    # The command evaluates one interval after the other and stops a branch that is losing.
-    curves = []
-    for size in WINDOW.sizes:
-        curve = []
-        complete = [c for c in curves if len(c) == WINDOW.num_evaluations]
-        for risk in branch_risks(steps, size):
-            curve.append(Evaluation((risk,), (1.0,)))
-            if is_losing(curve, complete, WINDOW.num_evaluations, tolerance):
-                break
-        curves.append(curve)
-    branches, critical = find_critical(WINDOW, curves, tolerance)
-    assert branches[critical].global_batch_size == WINDOW.sizes[wanted]
-    assert [branch.stopped for branch in branches] == [len(curve) < WINDOW.num_evaluations for curve in curves]
+def test_critical_finds_the_batch_of_the_exact_recursion():
+    """At 5 checkpoints and 4 tolerances, branches with early stopping find the largest batch whose exact risk is tolerable.
 
-
-def test_recursion_pairs_differ():
-    """The 20 pairs above do not all have the same answer, and branches stop early in some of them."""
-    answers, stopped = set(), 0
-    for steps, tolerance in itertools.product(CHECKPOINTS, TOLERANCES):
-        tolerance *= checkpoint(steps).risk
-        curves = [[Evaluation((risk,), (1.0,)) for risk in branch_risks(steps, size)] for size in WINDOW.sizes]
-        answers.add(find_critical(WINDOW, curves, tolerance)[1])
-        number = WINDOW.num_evaluations
-        stopped += any(is_losing(curve[:n], curves[:1], number, tolerance) for curve in curves[1:] for n in range(number))
-    print(answers, stopped)
+    The 20 answers are not all the same, and branches stop early in some of them.
+    """
+    answers, stopped, number = set(), 0, WINDOW.num_evaluations
+    for steps, factor in itertools.product(CHECKPOINTS, TOLERANCES):
+        tolerance = factor * checkpoint(steps).risk
+        # The oracle runs every branch to the end and averages the risks itself.
+        smoothed = []
+        for size in WINDOW.sizes:
+            average, *rest = branch_risks(steps, size)
+            for risk in rest:
+                average = 0.5 * average + 0.5 * risk
+            smoothed.append(average)
+        wanted = max(i for i in range(len(smoothed)) if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i)))
+        # The command evaluates one interval after the other and stops a branch that is losing.
+        curves = []
+        for size in WINDOW.sizes:
+            curve = []
+            complete = [c for c in curves if len(c) == number]
+            for risk in branch_risks(steps, size):
+                curve.append(Evaluation((risk,), (1.0,)))
+                if is_losing(curve, complete, number, tolerance):
+                    break
+            curves.append(curve)
+        branches, critical = find_critical(WINDOW, curves, tolerance)
+        assert branches[critical].global_batch_size == WINDOW.sizes[wanted]
+        assert [branch.stopped for branch in branches] == [len(curve) < number for curve in curves]
+        answers.add(critical)
+        stopped += any(branch.stopped for branch in branches)
     assert len(answers) >= 4
     assert stopped >= 3
 
@@ -112,8 +104,6 @@ def test_window_is_whole_steps_of_every_branch():
         assert window.samples >= samples
         assert window.samples - samples < window.interval
         assert 4 <= window.num_evaluations < 33
-        assert [p.start_sample for p in window.ramp.phases] == [i * window.samples for i in range(len(multiples))]
-        assert window.total_steps == window.ramp.ramp_steps + window.samples // window.sizes[-1]
 
 
 @pytest.mark.parametrize(

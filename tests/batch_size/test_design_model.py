@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 from helpers.risk import Regression
 
-from rampup.batch_size.design_model import (
-    DesignModel,
-    NoiseCurve,
-    NoisePoint,
-    StepTimes,
-    loss_penalty,
-    loss_slope,
-    noise_curves,
-)
+from rampup.batch_size import design_model
+from rampup.batch_size.design_model import DesignModel, NoiseCurve, NoisePoint, StepTimes, loss_penalty, noise_curves
 from rampup.errors import DataError
 from rampup.plan.ramp import BatchRamp
 
@@ -27,12 +20,11 @@ TARGET = 0.004
 MAX_STEPS = 60_000
 
 
-def curves():
-    """Return twenty throughput curves: a fixed cost per step of 0 to 1,000 samples, and devices that saturate."""
-    found = []
-    for overhead, full in itertools.product((0.0, 4.0, 30.0, 200.0, 1000.0), (1, 32, 128, 400)):
-        found.append({size: overhead + max(size, full) for size in SIZES})
-    return found
+# Twenty throughput curves: a fixed cost per step of 0 to 1,000 samples, and devices that saturate.
+CURVES = [
+    {size: overhead + max(size, full) for size in SIZES}
+    for overhead, full in itertools.product((0.0, 4.0, 30.0, 200.0, 1000.0), (1, 32, 128, 400))
+]
 
 
 @functools.cache
@@ -93,10 +85,9 @@ def exact_time(schedule, times):
     raise AssertionError
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_designed_ramp_is_as_fast_as_a_search(number):
+@pytest.mark.parametrize("times", CURVES, ids=range(20))
+def test_designed_ramp_is_as_fast_as_a_search(times):
     """From the noise scale of one small-batch run, the designed ramp reaches the risk within 5% of the best of all ramps."""
-    times = curves()[number]
     noise, samples = reference()
     model = DesignModel(noise=noise, times=StepTimes.fit(times))
     target = model.run(((0, SIZES[0]),), samples=samples).progress
@@ -135,10 +126,9 @@ def test_best_schedule_is_the_optimum_for_noise_of_every_shape(models):
         schedule = model.best_schedule(sizes, progress=progress)
         found = model.run(schedule, progress=progress).seconds
         assert found == pytest.approx(optimum(model, sizes, progress), rel=0.01)
-        size = sizes[number % len(sizes)]
-        assert found <= model.run(((0, size),), progress=progress).seconds
-        assert [size for _, size in schedule] == sorted({size for _, size in schedule})
-        assert [start for start, _ in schedule] == sorted({start for start, _ in schedule})
+        assert found <= model.run(((0, sizes[number % len(sizes)]),), progress=progress).seconds
+        for column in zip(*schedule, strict=True):
+            assert list(column) == sorted(set(column))
 
 
 def test_frugal_schedule_is_no_slower_than_a_search():
@@ -245,7 +235,7 @@ def test_step_times_interpolate_and_extend():
 def test_late_switch_is_one_switch_in_the_second_half():
     """And it is the fastest of them to the loss of the smallest batch."""
     noise, samples = reference()
-    model = DesignModel(noise=noise, times=StepTimes.fit(curves()[9]))
+    model = DesignModel(noise=noise, times=StepTimes.fit(CURVES[9]))
     (start, small), (switch, large) = model.late_switch(SIZES, samples=samples)
     assert (start, small) == (0, SIZES[0])
     assert samples / 2 <= switch < samples
@@ -262,5 +252,5 @@ def test_loss_penalty_is_the_slope_for_small_differences():
     ratio = loss_penalty(990.0, 1000.0, slope=0.2, measured_at=100.0) / loss_penalty(99.0, 100.0, slope=0.2, measured_at=100.0)
     assert ratio == pytest.approx(10**-0.28, rel=1e-6)
     points = [(n, 5 - 0.3 * math.log(n)) for n in range(1, 100)]
-    assert loss_slope(points) == pytest.approx(0.3)
-    assert loss_slope(points[:3]) is None
+    assert design_model.loss_slope(points) == pytest.approx(0.3)
+    assert design_model.loss_slope(points[:3]) is None

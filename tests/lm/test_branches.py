@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import signal
 from dataclasses import replace
 from fractions import Fraction
@@ -26,14 +25,8 @@ from rampup.loop.lock import own_run
 from rampup.loop.run_folder import read_lines
 
 # Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the second checkpoint is in the last phase.
-SETTINGS = TINY_MODEL | {
-    "steps": 12,
-    "checkpoint_period": 4,
-    "batch_size_schedule": "0:8 16:16",
-    "lr_schedule_type": "constant",
-    "warmup_steps_fraction": 0.0,
-    "dropout_rate": 0.0,
-}
+SETTINGS = TINY_MODEL | {"steps": 12, "checkpoint_period": 4, "batch_size_schedule": "0:8 16:16", "dropout_rate": 0.0}
+SETTINGS |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
 KEYS = ["step", "branches", "critical_batch_size", "bound", "batch_size_schedule"]
 BRANCH_KEYS = ["multiple", "global_batch_size", "loss", "standard_error", "stopped"]
 
@@ -95,15 +88,17 @@ def test_critical_json(run, work, capsys):
 def test_all_branches_read_the_same_samples(run):
     """They are those that follow the checkpoint."""
     config, record = _find_run(run, 8)
-    branches = _Branches.build(config, record, ("1/2", 1, 3), 4000)
+    branches = _Branches(config, record, ("1/2", 1, 3), 4000)
     assert branches.window.sizes == (8, 16, 48)
     samples = branches.window.samples
     rows, _ = open_sources(config.data, config.model)
     consumed = branches.run_plan.ramp.samples_before(8)
     expected = sample_order(config, len(rows), consumed + samples).rows(range(consumed, consumed + samples))
-    for phase in branches.setup.plan.ramp.phases:
+    plan = branches.setup.plan
+    assert plan.total_steps == plan.ramp.ramp_steps + samples // 48
+    for phase in plan.ramp.phases:
         steps = range(phase.start_step, phase.start_step + samples // phase.global_batch_size)
-        read = [branches.loader.order.rows(branches.setup.plan.rows(step)) for step in steps]
+        read = [branches.loader.order.rows(plan.rows(step)) for step in steps]
         assert np.concatenate(read).tolist() == expected.tolist()
     # Nothing that a branch is evaluated on has it trained on before.
     per_evaluation = branches.window.interval // branches.window.sizes[0]
@@ -121,7 +116,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
     found = find_critical_batch_size(folder, step=4, multiples=(1, 2), tokens=8 * 16 * 16, work_folder=tmp_path / "work")
     assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
     (line,) = [line for line in read_lines(found.folder / "evaluations.jsonl") if line["branch"] == 0 and line["step"] == 8]
-    branches = _Branches.build(config, record, (1, 2), 8 * 16 * 16)
+    branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
     assert branches.window.num_evaluations == 4
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
     rows, _ = open_sources(config.data, config.model)
@@ -138,22 +133,20 @@ def test_interrupted_measurement_resumes(run, work, tmp_path):
     """After SIGTERM in the middle of a branch, the same call continues, and gives the same numbers as without it."""
     options = {"multiples": (1, 2, 4), "tokens": 4096}
     whole = find_critical_batch_size(run, work_folder=work, **options)
-    lines = []
+    lines, more = [], []
 
     def interrupt(line):
         lines.append(line)
         if line.startswith("batch 32: 2/"):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
         find_critical_batch_size(run, work_folder=tmp_path / "again", report=interrupt, **options)
     assert any("resumes" in line for line in lines)
-    more = []
     with own_run(run):  # a run that is training can be branched
         again = find_critical_batch_size(run, work_folder=tmp_path / "again", report=more.append, **options)
     assert again.num_compilations == 1
-    assert not any(line.startswith("batch 16:") for line in more)
-    assert not any(line.startswith("batch 32: 2/") for line in more)
+    assert not any(line.startswith(("batch 16:", "batch 32: 2/")) for line in more)
     assert again.to_dict() == whole.to_dict()
     assert [replace(branch, multiple=0) for branch in again.branches] == [replace(b, multiple=0) for b in whole.branches]
 
@@ -176,19 +169,13 @@ def test_bad_requests_are_refused_before_any_work(run, tmp_path):
     with pytest.raises(ConfigError, match="no checkpoint to branch from"):
         find_critical_batch_size(tmp_path / "empty")
     assert not (tmp_path / "work").exists()
-    for arguments in (
-        ["--multiples", "1,x"],
-        ["--tokens", "1.5"],
-        ["--step", "0"],
-        ["--tolerance", "nan"],
-        ["--multiples", ""],
-    ):
-        assert main(["critical", str(run), *arguments]) == 2
+    for wrong in ("--multiples=1,x", "--tokens=1.5", "--step=0", "--tolerance=nan", "--multiples="):
+        assert main(["critical", str(run), wrong]) == 2
 
 
 def test_smaller_batches_are_tried_if_they_are_legal(run):
     """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below which no batch is legal."""
-    branches = _Branches.build(*_find_run(run, 12), None, 65_536)
+    branches = _Branches(*_find_run(run, 12), None, 65_536)
     assert branches.window.sizes == (8, 16, 32, 64, 128)
     assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 3)]) == (Fraction(1, 2),)
     assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 8), Fraction(1, 4)]) == ()
@@ -221,10 +208,8 @@ def test_critical_says_what_is_only_a_bound(bound, size, smaller, words, tmp_pat
     printed = " ".join(capsys.readouterr().out.split())
     assert [each for each in words if each not in printed] == []
     assert ("was tried" in printed) == (bound != "exact")
-    assert (
-        "rampup train runs/demo on_plan_change=continue_by_samples enable_rampup_batch_size=false batch_size_schedule="
-        in printed
-    )
+    command = "rampup train runs/demo on_plan_change=continue_by_samples enable_rampup_batch_size=false batch_size_schedule="
+    assert command in printed
 
 
 @pytest.mark.slow
@@ -261,7 +246,7 @@ def test_sgd_scales_the_learning_rate_linearly(tmp_path):
     """Adam's square root is tested above; after the schedule's end, the last learning rate counts."""
     folder = train(tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8")
     config, record = _find_run(folder, 12)
-    rates = _Branches.build(config, record, (1, 2, 4), None).learning_rates
+    rates = _Branches(config, record, (1, 2, 4), None).learning_rates
     assert rates == pytest.approx([rates[0], 2 * rates[0], 4 * rates[0]])
     assert rates[0] == pytest.approx(list(read_lines(folder / "metrics.jsonl"))[-1]["learning_rate"])
 

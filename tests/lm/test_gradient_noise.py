@@ -21,10 +21,9 @@ pytestmark = pytest.mark.usefixtures("optimized")
 AUTO = tiny.AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "checkpoint_period": 7}
 
 
-def run(folder, **changes):
+def run(folder, keys=AUTO, **changes):
     """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
-    keys = AUTO | changes
-    summary = train(Config(base_output_directory=str(folder), run_name="run", **keys))
+    summary = train(Config(base_output_directory=str(folder), run_name="run", **(keys | changes)))
     return summary, metrics_of(folder / "run")
 
 
@@ -54,8 +53,7 @@ def test_auto_schedule_is_replayed(whole, tmp_path):
     summary, lines, _ = whole
     keys = {"batch_size_schedule": summary.batch_size_schedule, "learning_rate_clock": "steps", "measure_gradient_noise": False}
     own = {name: value for name, value in AUTO.items() if not name.startswith(("per_device", "gradient_noise"))}
-    train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | keys)))
-    replayed = metrics_of(tmp_path / "run")
+    _, replayed = run(tmp_path, own, **keys)
     for line, other in zip(lines, replayed, strict=True):
         for name in ("global_batch_size", "consumed_samples", "microbatch_size"):
             assert line[name] == other[name]
@@ -65,13 +63,11 @@ def test_auto_schedule_is_replayed(whole, tmp_path):
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     """A run that is stopped before, at and after its decisions continues as one that was never stopped."""
     summary, lines, _ = whole
-    changes = [
-        number + 1 for number, line in enumerate(lines) if line.get("next_global_batch_size", 8) != line["global_batch_size"]
-    ]
-    for steps in (changes[0] - 3, changes[0], changes[0] + 4):
+    first = next(line["step"] + 1 for line in lines if line.get("next_global_batch_size", 8) != line["global_batch_size"])
+    for steps in (first - 3, first, first + 4):
         run(tmp_path, steps=steps)
     final, resumed = run(tmp_path)
-    assert final.resumed_from == changes[0] + 4
+    assert final.resumed_from == first + 4
     assert resumed == lines
     assert final.batch_size_schedule == summary.batch_size_schedule
 
@@ -82,8 +78,7 @@ def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
     run(tmp_path / "advised", auto_schedule="advise", steps=23)
     summary, lines = run(tmp_path / "advised", auto_schedule="advise")
     own = {name: value for name, value in AUTO.items() if name not in ("batch_size_schedule", "per_device_batch_size_start")}
-    train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | {"per_device_batch_size": 1})))
-    plain = metrics_of(tmp_path / "run")
+    _, plain = run(tmp_path, own, per_device_batch_size=1)
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
     advised = [line["advised_global_batch_size"] for line in lines if "advised_global_batch_size" in line]
     assert advised[-1] > 8
@@ -97,31 +92,20 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     """The branches of a run that follows its noise start with the batch and the samples that it had at the checkpoint."""
     summary, lines, folder = whole
     config, record = _find_run(folder / "run", None)
-    branches = _Branches.build(config, record, (1, 2), None)
+    branches = _Branches(config, record, (1, 2), None)
     size = int(summary.batch_size_schedule.split(":")[-1])
     assert branches.window.sizes == (size, 2 * size)
     assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
     assert branches.run_plan.position(40).consumed_samples == sum(line["global_batch_size"] for line in lines)
 
 
-def measuring(folder, **changes):
-    """Return a tiny configuration that measures the noise."""
-    # With one layer, the compiler joins other operations in a program that measures.
-    own = {
-        "base_num_decoder_layers": 2,
-        "checkpoint_period": 5,
-        "learning_rate_schedule_steps": 12,
-        "measure_gradient_noise": True,
-    }
-    return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
-
-
 @pytest.mark.slow
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
     """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
-    keys = {"gradient_noise_half_life_samples": 100}
-    train(measuring(tmp_path / "whole", **keys))
-    lines = metrics_of(tmp_path / "whole" / "run")
+    # With one layer, the compiler joins other operations in a program that measures.
+    keys = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 5, "learning_rate_schedule_steps": 12}
+    keys |= {"measure_gradient_noise": True, "gradient_noise_half_life_samples": 100}
+    _, lines = run(tmp_path / "whole", keys)
     noise = NoiseScale(half_life_samples=100)
     for line in lines:
         weight = line["global_batch_size"] * 16.0
@@ -130,13 +114,13 @@ def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tm
         assert {name: line[name] for name in noise.metrics()} == pytest.approx(noise.metrics())
     assert {f"adam_{name}" for name in noise.metrics()} <= lines[0].keys()
     assert lines[-1]["noise_scale_samples_low"] is not None
-    train(measuring(tmp_path / "stopped", steps=7, **keys))
+    run(tmp_path / "stopped", keys, steps=7)
     saved = find_checkpoint(tmp_path / "stopped" / "run" / "checkpoints")
     assert saved.record[GRADIENT_NOISE][""]["total"] > 0
-    assert train(measuring(tmp_path / "stopped", **keys)).resumed_from == 7
-    assert metrics_of(tmp_path / "stopped" / "run") == lines
-    train(measuring(tmp_path / "off", measure_gradient_noise=False))
-    assert [line["loss"] for line in metrics_of(tmp_path / "off" / "run")] == [line["loss"] for line in lines]
+    final, resumed = run(tmp_path / "stopped", keys)
+    assert (final.resumed_from, resumed) == (7, lines)
+    _, off = run(tmp_path / "off", keys, measure_gradient_noise=False)
+    assert [line["loss"] for line in off] == [line["loss"] for line in lines]
 
 
 def test_gradient_noise_chooses_a_microbatch_or_is_refused():
@@ -145,14 +129,12 @@ def test_gradient_noise_chooses_a_microbatch_or_is_refused():
     assert plan.ramp.sizes == (4, 8, 12, 16)
     assert [split.num_microbatches for split in plan.splits] == [2, 4, 6, 8]
     assert build_plan(Config(measure_gradient_noise=True), 2).splits == build_plan(Config(), 2).splits
-    with pytest.raises(ConfigError, match=r"phase 0.*set microbatch_size=2"):
-        build_plan(Config(measure_gradient_noise=True, microbatch_size=4), 1)
-    with pytest.raises(ConfigError, match="one block"):
-        build_plan(Config(measure_gradient_noise=True, per_device_batch_size=1), 1)
-    with pytest.raises(ConfigError, match="logits_via_embedding=false"):
-        build_plan(
-            Config(measure_gradient_noise=True, logits_via_embedding=True, ici_pipeline_parallelism=2, num_pipeline_repeats=2),
-            2,
-        )
-    with pytest.raises(ConfigError, match="gradient_accumulation=fused"):
-        Config(measure_gradient_noise=True, gradient_accumulation="multi_steps")
+    stages = {"logits_via_embedding": True, "ici_pipeline_parallelism": 2, "num_pipeline_repeats": 2}
+    for keys, devices, message in (
+        ({"microbatch_size": 4}, 1, r"phase 0.*set microbatch_size=2"),
+        ({"per_device_batch_size": 1}, 1, "one block"),
+        (stages, 2, "logits_via_embedding=false"),
+        ({"gradient_accumulation": "multi_steps"}, 1, "gradient_accumulation=fused"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_plan(Config(measure_gradient_noise=True, **keys), devices)

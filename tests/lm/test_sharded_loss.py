@@ -61,17 +61,29 @@ def assert_same(found, expected, tolerance=2e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 4), found, expected)
 
 
+SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
+
+
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        pytest.param(MeshAxes(fsdp=8), {}, marks=pytest.mark.slow),
-        pytest.param(MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}, marks=pytest.mark.slow),
+        pytest.param(MeshAxes(fsdp=8), {}, marks=SLOW),
+        pytest.param(MeshAxes(data=2, fsdp=2, tensor=2), None, marks=SLOW),
+        pytest.param(MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}, marks=SLOW),
+        pytest.param(MeshAxes(data=4, tensor=2), {"num_vocab_tiling": 4}, marks=SLOW),
+        pytest.param(MeshAxes(data=2, fsdp=2, pipeline=2), {"num_vocab_tiling": 4}, marks=SLOW),
         (MeshAxes(data=2, fsdp=2, tensor=2), {"num_vocab_tiling": 4, "remat_policy": "full"}),
     ],
 )
 def test_sharded_loss_is_that_of_one_device(axes, changes):
-    """With weights gathered by the loss itself, loss, gradients and evaluation are those of one device, to 2e-5."""
-    assert_same(run_step(dataclasses.replace(SMALL, **changes), axes, evaluates=True), reference())
+    """With weights gathered by the loss itself, by the compiler (None) or in stages, loss, gradients and, without stages,
+    evaluation are those of one device, to 2e-5.
+    """
+    loss, staged = None, axes.pipeline > 1
+    if staged or changes is None:
+        loss = lambda model, mesh: model.pipelined(1) if staged else AccumulatedLoss(model.loss)  # noqa: E731
+    found = run_step(dataclasses.replace(SMALL, **changes or {}), axes, loss=loss, evaluates=not staged)
+    assert_same(found, reference()[: len(found)])
 
 
 @pytest.mark.slow
@@ -82,18 +94,6 @@ def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
     expected = run_step(model, MeshAxes(fsdp=8))
     monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
     assert_same(run_step(model, MeshAxes(fsdp=8)), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [MeshAxes(data=4, tensor=2), MeshAxes(data=2, fsdp=2, pipeline=2)])
-def test_tiled_loss_works_on_the_other_meshes(axes):
-    """The loss in tiles of the vocabulary is exact with the compiler's own partitioning and in a pipeline."""
-    model = dataclasses.replace(SMALL, num_vocab_tiling=4)
-    loss = (lambda model, mesh: model.pipelined(1)) if axes.pipeline > 1 else None
-    assert_same(run_step(model, axes, loss=loss), reference()[:3])
-
-
-SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
 
 
 @pytest.mark.parametrize(

@@ -30,21 +30,15 @@ SMALL = [
 ]
 
 
-def lower(config, topology):
-    """Return the lowered step of the first phase and its setup."""
+def compile_step(config, topology):
+    """Compile the step of the first phase as `rampup train` would, and return the program and its setup."""
     topology = Topology.parse(topology)
     config = dataclasses.replace(config, num_slices=topology.num_slices)
     plan = build_plan(config, topology.num_devices)
     setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes, topology_devices(topology)))
     source = SyntheticRows(1, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
     row = jax.tree.map(lambda x: x[0], source.read(np.arange(1)))
-    return setup.step.lower(setup.state_shapes(), row, plan.splits[0]), setup
-
-
-def compile_step(config, topology):
-    """Compile the step as `rampup train` would, and return the program and its setup."""
-    lowered, setup = lower(config, topology)
-    return compile_for(lowered, kind=Topology.parse(topology).chip.name), setup
+    return compile_for(setup.step.lower(setup.state_shapes(), row, plan.splits[0]), kind=topology.chip.name), setup
 
 
 def collectives(compiled, setup):
@@ -71,15 +65,6 @@ def test_llama_configurations_fit_their_topology(name, topology, rows):
     assert memory.total < Topology.parse(topology).hbm_bytes
     # Processor time, not time: another process may have the cores.
     assert time.process_time() - start < 600
-
-
-def test_optimizer_in_host_memory_compiles_for_several_hosts():
-    """On a slice of two hosts, Adam's moments are arguments in host memory."""
-    config = small("optimizer_memory_host_offload=true")
-    compiled, setup = compile_step(config, "v5e:2x4")
-    shapes = setup.state_shapes()
-    moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.opt_state) if leaf.ndim)
-    assert compiled.memory_analysis().host_argument_size_in_bytes >= moments
 
 
 def test_fsdp_exchanges_weights_and_rows_of_the_embedding():

@@ -21,9 +21,9 @@ from rampup.errors import ConfigError, DataError, MissingDependencyError, Resume
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
 EVALUATED = {"eval_interval": 6, "eval_steps": 2}
-FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
 DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
+SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
 def config(folder, **changes):
@@ -32,9 +32,9 @@ def config(folder, **changes):
     return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
 
 
-def metrics(folder):
-    """Return every line of metrics.jsonl, without the times."""
-    return metrics_of(folder / "run")
+def metrics(folder, name="metrics.jsonl"):
+    """Return every line of the run's metrics or eval.jsonl, without the times."""
+    return metrics_of(folder / "run", name)
 
 
 def losses(folder):
@@ -42,29 +42,34 @@ def losses(folder):
     return [line["loss"] for line in metrics(folder)]
 
 
-def evaluations(folder):
-    """Return every line of eval.jsonl."""
-    return [json.loads(line) for line in (folder / "run" / "eval.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
     folder = tmp_path_factory.mktemp("long")
-    return folder, train(config(folder, steps=40, **EVALUATED))
+    return folder, train(config(folder, steps=40, enable_tensorboard=True, **EVALUATED))
 
 
 def test_train_learns_through_its_ramp(long_run):
-    """The loss falls over three phases, from one executable, and evaluation is on held-out rows."""
+    """The loss falls over three phases, from one executable, and evaluation is on held-out rows. TensorBoard's event files have
+    the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them.
+    """
     folder, summary = long_run
     assert summary.final_loss < summary.first_loss - 0.4
     assert (summary.steps, summary.num_compilations) == (40, 1)
     found = metrics(folder)
     assert [line["phase"] for line in found] == sorted(line["phase"] for line in found)
     assert {line["global_batch_size"] for line in found} == {8, 16, 24}
-    evals = evaluations(folder)
+    evals = metrics(folder, "eval.jsonl")
     assert evals[-1]["eval_loss"] < evals[0]["eval_loss"]
     assert {line["eval_tokens"] for line in evals} == {2 * 24 * 16}
+    shown = toy.tensorboard_events(folder / "run" / "tensorboard")
+    for line in found:
+        values = {tag: value for step, tag, value in shown if step == line["step"]}
+        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
+            assert values[name] == pytest.approx(line[name], rel=1e-6)
+        assert values["tflops_per_device"] >= 0
+        assert ("eval_loss" in values) == (line["step"] in {each["step"] for each in evals})
+    assert [line["step"] for line in evals] == [5, 11, 17, 23, 29, 35, 39]
 
 
 @pytest.mark.parametrize("growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)])
@@ -81,12 +86,8 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     "keys",
     [
         pytest.param({}, id="replicas"),
-        pytest.param({"dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}, id="fused", marks=pytest.mark.slow),
-        pytest.param(
-            {"gradient_accumulation": "multi_steps", "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE},
-            id="multi_steps",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(SHARDED, id="fused", marks=pytest.mark.slow),
+        pytest.param(SHARDED | {"gradient_accumulation": "multi_steps"}, id="multi_steps", marks=pytest.mark.slow),
     ],
 )
 def test_train_resumes_bit_for_bit(tmp_path, keys):
@@ -103,14 +104,8 @@ def test_train_resumes_bit_for_bit(tmp_path, keys):
 
 
 # One model on a mesh of eight replicas and through stages.
-DEEP = DOUBLE | {
-    "base_num_decoder_layers": 4,
-    "logits_via_embedding": True,
-    "dropout_rate": 0.1,
-    "global_rampup_samples": 320,
-    "eval_interval": 12,
-    "eval_steps": 2,
-}
+DEEP = DOUBLE | {"base_num_decoder_layers": 4, "logits_via_embedding": True, "dropout_rate": 0.1}
+DEEP |= {"global_rampup_samples": 320, "eval_interval": 12, "eval_steps": 2}
 STAGES = {"ici_pipeline_parallelism": 4}
 
 
@@ -137,7 +132,7 @@ def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     found, expected = metrics(tmp_path), metrics(deep_run)
     assert [line["global_batch_size"] for line in found] == [line["global_batch_size"] for line in expected]
     np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5)
-    for one, other in zip(evaluations(tmp_path), evaluations(deep_run), strict=True):
+    for one, other in zip(metrics(tmp_path, "eval.jsonl"), metrics(deep_run, "eval.jsonl"), strict=True):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
     assert summary.num_compilations == 1
 
@@ -227,18 +222,6 @@ def test_default_evaluation_takes_what_a_small_file_holds_out(tmp_path):
         Run.from_config(few, build_plan(few, jax.device_count()))
 
 
-def test_train_writes_every_metric_for_tensorboard(tmp_path):
-    """The event files have the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them."""
-    train(config(tmp_path, enable_tensorboard=True, **EVALUATED))
-    shown = toy.tensorboard_events(tmp_path / "run" / "tensorboard")
-    for line in metrics(tmp_path):
-        found = {tag: value for step, tag, value in shown if step == line["step"]}
-        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
-            assert found[name] == pytest.approx(line[name], rel=1e-6)
-        assert found["tflops_per_device"] >= 0
-        assert ("eval_loss" in found) == (line["step"] in (5, 11))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
@@ -264,14 +247,8 @@ def test_replicas_exchange_the_type_that_is_configured(tmp_path):
 
 
 # A batch that follows a budget and Seesaw, and constants that follow the batch.
-FOLLOWS = {
-    "batch_size_schedule": "0:8 10%:16 30%:32",
-    "train_samples": 400,
-    "seesaw_factor": 2,
-    "seesaw_max_batch_size": 96,
-    "batch_scaling": "sde",
-    "checkpoint_period": 100,
-}
+FOLLOWS = {"batch_size_schedule": "0:8 10%:16 30%:32", "train_samples": 400, "seesaw_factor": 2, "seesaw_max_batch_size": 96}
+FOLLOWS |= {"batch_scaling": "sde", "checkpoint_period": 100}
 
 
 def following(folder, **changes):

@@ -28,7 +28,7 @@ def measured_steps(rng, truth, steps):
     return [noise_trace(float(q), BATCH, float(g), BLOCKS) for q, g in zip(squares, norms, strict=True)]
 
 
-def write_run(folder, steps, *, change=lambda number, line: {}):
+def write_run(folder, steps, *, change=lambda number: {}):
     """Write the metrics of a run whose S and G2 are given; a sample has a weight of 128 tokens, as in `rampup train`."""
     noise, lines = NoiseScale(half_life_samples=30 * BATCH), []
     for number, (trace, squared_norm) in enumerate(steps):
@@ -37,7 +37,7 @@ def write_run(folder, steps, *, change=lambda number, line: {}):
         line |= {"tokens_per_second": 1e4, "gradient_noise_trace": trace * LENGTH, "gradient_squared_norm": squared_norm}
         # The averages of the last lines are enough to know the samples of a token.
         line |= noise.metrics() if number > len(steps) - 3 else {}
-        lines.append(line | change(number, line))
+        lines.append(line | change(number))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -72,11 +72,6 @@ def test_design_keeps_what_is_at_least(tmp_path):
     assert any("only a batch of 16 was timed" in each and "tune.json" in each for each in found["assumptions"])
 
 
-def without_noise(number, line):
-    """Take the noise out of a line."""
-    return {"gradient_noise_trace": None}
-
-
 def write_critical(run, name, **values):
     """Write a result of `rampup critical` next to a run."""
     found = {"step": 100, "consumed_samples": 6400, "global_batch_size": 64, "critical_batch_size": 64, "tokens": 1000}
@@ -89,7 +84,7 @@ def write_critical(run, name, **values):
 
 def test_largest_window_of_a_checkpoint_counts(tmp_path):
     """Of two results at one checkpoint, that with more tokens counts, whichever file is newer."""
-    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=without_noise)
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=lambda number: {"gradient_noise_trace": None})
     for number, (tokens, size) in enumerate(((10_000_000, 64), (100_000, 32))):
         file = write_critical(run, f"step-100-{number}", tokens=tokens, critical_batch_size=size)
         os.utime(file, (1e9 + number, 1e9 + number))
@@ -112,7 +107,7 @@ def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
 
 def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
     """The smallest batch of the branches is an upper bound, the largest a lower one, and the notes say so."""
-    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=without_noise)
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=lambda number: {"gradient_noise_trace": None})
     for step, size in ((100, 32), (200, 64), (300, 128)):
         write_critical(run, f"step-{step}-a", step=step, consumed_samples=64 * step, critical_batch_size=size)
     points = Measurements.read([run], rampup.Config()).noise
@@ -143,7 +138,7 @@ HUGE = 10**400
 def test_damaged_metrics_are_refused_in_words(key, value, tmp_path, capsys):
     """The error names the run, the step, the key and the value, which is shortened."""
     rng = np.random.default_rng(0)
-    run = write_run(tmp_path / "run", measured_steps(rng, 20.0, 40), change=lambda n, line: {key: value} if n == 30 else {})
+    run = write_run(tmp_path / "run", measured_steps(rng, 20.0, 40), change=lambda number: {key: value} if number == 30 else {})
     config = rampup.Config(batch_size_schedule="0:16", steps=1000)
     with pytest.raises(RampupError, match=f"run, step 30 of its metrics.jsonl: .*{key}=") as caught:
         rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7)

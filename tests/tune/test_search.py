@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from rampup import Config, build_plan
 from rampup.cli import main
 from rampup.errors import BatchDivisibilityError, ConfigError, MissingDependencyError
-from rampup.tune import memory_options
 from rampup.tune import search as tuning
 from rampup.tune.programs import Programs, Size, Timing, unconstrained
-from rampup.tune.search import GIB, MARGIN, find_largest, largest_within, memory_limit, problem_of, proposals, tune
+from rampup.tune.search import GIB, MARGIN, find_largest, largest_within, memory_limit, proposals, tune
 from rampup.tune.topology import compiler_version, topology_devices
 
 ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
@@ -46,8 +45,9 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
     def used(size):
         return state + needed * size.microbatch_size
 
-    def memory(size):
+    def memory(size, more):
         tried.append(size.microbatch_size)
+        announced.append(more)
         return SimpleNamespace(arguments=state) if used(size) <= 4000 else None
 
     programs = SimpleNamespace(
@@ -56,7 +56,6 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
         size=lambda b: Size(microbatch_size=b, num_microbatches=1),
         memory=memory,
         bytes=lambda size: used(size) if used(size) <= 4000 else math.inf,
-        announce=announced.append,
     )
     largest, _ = tuning.find_largest_compiled(programs, 4000)
     fits = [b for b in (1, 2, 4, 8, 16) if state + needed * b <= 4000]
@@ -70,21 +69,22 @@ def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
     """Sizes that were compiled before are reported, with exit code 130; without one, there is nothing to say."""
     memory, number = Programs.memory, [0]
 
-    def interrupted(self, size):
+    def interrupted(self, size, more=None):
         if size not in self._memory:
             number[0] -= 1
             if number[0] < 0:
                 raise KeyboardInterrupt
-        return memory(self, size)
+        return memory(self, size, more)
 
     monkeypatch.setattr(Programs, "memory", interrupted)
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
     arguments = ["tune", "base.yml", *settings, "--memory-gib=1", "--devices=1"]
-    for number[0], rows in ((1, 1), (0, 0)):
-        assert main([*arguments, "--json"]) == 130
-        out = capsys.readouterr().out
-        assert len(json.loads(out)["candidates"]) == rows if rows else out == ""
-        assert not rows or (json.loads(out)["interrupted"], json.loads(out)["settings"]) == (True, None)
+    assert main([*arguments, "--json"]) == 130
+    assert capsys.readouterr().out == ""
+    number[0] = 1
+    assert main([*arguments, "--json"]) == 130
+    facts = json.loads(capsys.readouterr().out)
+    assert (len(facts["candidates"]), facts["interrupted"], facts["settings"]) == (1, True, None)
     number[0] = 1
     assert main(arguments) == 130
     assert "of the microbatches so far, the largest that fits is" in capsys.readouterr().out
@@ -113,12 +113,10 @@ def test_notes_say_that_the_choice_is_a_tie_or_within_the_noise(programs, second
     """An alternative that is faster, or whose time differs by less than the times vary, is named with the rule that decides."""
     first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
     chosen, other = replace(first, run_seconds=10.0), replace(second, run_seconds=seconds)
-    times = {b: {1: Timing(seconds=1.0, spread=spread, rounds=3)} for b in chosen.sizes | other.sizes}
+    times = {(b, 1): Timing(seconds=1.0, spread=spread, rounds=3) for b in chosen.sizes | other.sizes}
     notes = list(tuning._notes(programs, [chosen, other], chosen, times, None))
-    for name, text in (
-        ("faster than", "microbatch_size=2 is 3.0% faster"),
-        ("not certain", "up to 30%, and 1 of the alternatives"),
-    ):
+    texts = {"faster than": "microbatch_size=2 is 3.0% faster", "not certain": "up to 30%, and 1 of the alternatives"}
+    for name, text in texts.items():
         assert [text in note for note in notes if name in note] == [True] * (said == name)
 
 
@@ -153,7 +151,7 @@ def test_proposals_cover_each_policy():
 
 
 def test_proposal_seconds_counts_reached_steps():
-    """Each phase counts with its reached steps; the total is None if a size was not timed."""
+    """Each phase counts with its reached steps; the total is infinite if a size was not timed."""
     config = Config(**RAMP, steps=40)
     plan = build_plan(config, 4)
     proposal = proposals(config, plan, 4)[0]
@@ -161,7 +159,7 @@ def test_proposal_seconds_counts_reached_steps():
     counts = [split.num_microbatches for split in proposal.reached]
     assert proposal.seconds(lambda b, n: 1.0) == sum(steps) == 40
     assert proposal.seconds(lambda b, n: n) == sum(s * n for s, n in zip(steps, counts, strict=True))
-    assert proposal.seconds(lambda b, n: None) is None
+    assert proposal.seconds(lambda b, n: math.inf if n == counts[0] else 1.0) == math.inf
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +174,7 @@ def gib_for(usable):
     return f"{limit}/{GIB}"
 
 
-def test_find_largest_is_exact_on_both_sides(programs, monkeypatch):
+def test_find_largest_is_exact_on_both_sides(programs):
     """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
     assert (needs[4] - needs[2]) / (needs[2] - needs[1]) == pytest.approx(2, rel=0.5)
@@ -185,9 +183,6 @@ def test_find_largest_is_exact_on_both_sides(programs, monkeypatch):
     assert find_largest(programs, needs[1] - 1) == (None, 1)
     roomy = SimpleNamespace(plan=programs.plan, splitter=programs.splitter, size=programs.size, bytes=lambda size: 1)
     assert find_largest(roomy, math.inf) == (tuning.SEARCH_FACTOR * 4, None)
-    monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
-    smaller = memory_options._smaller_microbatch(programs, programs.size(2), math.inf)
-    assert (smaller["settings"], smaller["bytes"]) == ({"microbatch_size": 1}, needs[1])
 
 
 def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
@@ -209,37 +204,14 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     assert facts["levers"] == []
 
 
-@pytest.mark.slow
-def test_tune_ranks_memory_options_if_nothing_fits(programs, monkeypatch):
-    """Options that are enough come first, then those that save most."""
-    monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
-    needs = programs.bytes(programs.size(1))
-    found = tune(Config(**TUNED), memory_gib=gib_for(needs - 1), num_devices=1)
-    problem = problem_of(found)
-    assert (found["largest_microbatch"], found["settings"]) == (None, None)
-    assert f"microbatch_size=1 needs {needs:,} bytes" in str(problem)
-    assert problem.key == "microbatch_size"
-    fits = [option["fits"] for option in found["levers"]]
-    assert fits == sorted(fits, reverse=True)
-    assert "optimizer_memory_host_offload" in str(problem)
-    for option in found["levers"]:
-        assert option["saved_bytes"] > 0
-        assert option["bytes"] == needs - option["saved_bytes"]
-        assert option["fits"] == (option["bytes"] <= found["usable_bytes"])
-
-
 @pytest.mark.parametrize("memory_gib", ["0", "-1", "1e-10", "1e7", "much", "nan", "inf", "", "1/0"])
 def test_memory_limit_rejects_invalid_sizes(memory_gib):
-    """Zero, negative, too large or not a number: the error names the option."""
-    with pytest.raises((ConfigError, ValueError)) as caught:
-        memory_limit(memory_gib, jax.devices()[:1])
-    assert caught.value.key == "memory-gib"
-
-
-def test_memory_limit_is_the_smallest():
-    """Of several devices the smallest limit counts."""
+    """Zero, negative, too large or not a number: the error names the option. Of several devices the smallest limit counts."""
     small, large = (type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})() for n in (5, 7))
-    assert memory_limit(None, [large, small]) == (5, False)
+    assert memory_limit(None, [large, small]) == 5
+    with pytest.raises((ConfigError, ValueError)) as caught:
+        memory_limit(memory_gib, [large])
+    assert caught.value.key == "memory-gib"
 
 
 def test_answers_for_absent_chips_are_kept_in_a_local_folder():
@@ -248,18 +220,20 @@ def test_answers_for_absent_chips_are_kept_in_a_local_folder():
     assert tuning._target(Config(jax_cache_dir="/a"), "v5e:1x1", None, None).cache == Path("/a/topology")
 
 
-def test_tune_rejects_what_cannot_be_tuned():
+@pytest.mark.parametrize(
+    ("keys", "options", "error", "message"),
+    [
+        ({}, {"num_devices": 1}, ConfigError, r"no memory limit of its own.*--memory-gib 16"),
+        ({}, {"memory_gib": 1, "num_devices": 9}, ConfigError, "between 1 and the 8"),
+        ({"gradient_accumulation": "multi_steps"}, {"memory_gib": 1}, ConfigError, "multi_steps is not tuned"),
+        ({}, {"memory_gib": 1, "num_devices": 8}, BatchDivisibilityError, "data_parallel_size"),
+        ({"num_devices": 8}, {"topology": "v5e:2x2"}, ConfigError, "num_devices=8, but topology=v5e:2x2 has 4"),
+    ],
+)
+def test_tune_rejects_what_cannot_be_tuned(keys, options, error, message):
     """A CPU has no memory limit of its own; devices must exist; only the fused engine is tuned."""
-    with pytest.raises(ConfigError, match=r"no memory limit of its own.*--memory-gib 16"):
-        tune(Config(**TUNED), num_devices=1)
-    with pytest.raises(ConfigError, match="between 1 and the 8"):
-        tune(Config(**TUNED), memory_gib=1, num_devices=9)
-    with pytest.raises(ConfigError, match="multi_steps is not tuned"):
-        tune(Config(**TUNED | {"gradient_accumulation": "multi_steps"}), memory_gib=1, num_devices=1)
-    with pytest.raises(BatchDivisibilityError):
-        tune(Config(**TUNED), memory_gib=1, num_devices=8)
-    with pytest.raises(ConfigError, match="num_devices=8, but topology=v5e:2x2 has 4"):
-        tune(Config(**TUNED | {"num_devices": 8}), topology="v5e:2x2")
+    with pytest.raises(error, match=message):
+        tune(Config(**TUNED | keys), **options)
 
 
 @pytest.mark.parametrize(

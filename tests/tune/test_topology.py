@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +86,7 @@ def test_zero_scatters_and_gathers_once(name, sides, settings):
 
 def test_gradients_cross_slices_once_a_step():
     """Two slices: what goes over the data-center network is the sum of all microbatches, a part of it for each chip."""
-    settings = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128", "num_slices=2")
-    programs, answer = compile_base("2*v5e:2x2", *settings)
+    programs, answer = compile_base("2*v5e:2x2", *SMALL, "num_slices=2")
     assert programs.mesh.shape["data"] == 8
     crossing = [c for c in answer.account.collectives if c.between_slices]
     assert {(c.kind, c.runs, c.open_loops) for c in crossing} == {("all-reduce", 1, 0)}
@@ -101,18 +99,11 @@ def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microba
     """Four stages: two collective-permutes in the loop over ticks, and memory that does not grow with their number."""
     totals, permutes = [], []
     for batch in (16, 64):
-        programs, answer = compile_base(
-            "v5e:4x4",
-            "ici_pipeline_parallelism=4",
-            f"per_device_batch_size={batch}",
-            "enable_rampup_batch_size=false",
-            "per_device_batch_size_start=4",
-            microbatch_size=4,
-        )
-        size = programs.size(4)
-        assert size.num_microbatches == batch
+        sizes = (f"per_device_batch_size={batch}", "per_device_batch_size_start=4", "enable_rampup_batch_size=false")
+        programs, answer = compile_base("v5e:4x4", "ici_pipeline_parallelism=4", *sizes)
+        assert programs.size(4).num_microbatches == batch
         permutes.append([c for c in answer.account.collectives if c.kind == "collective-permute"])
-        rows = programs._batch_bytes(size)
+        rows = sum(leaf.nbytes for leaf in jax.tree.leaves(programs._row)) * 4 * batch
         totals.append(answer.memory.total - rows)
         assert [c.in_loop for c in gradients(answer.account) if c.kind == "all-reduce"] == [False, False]
     for found in permutes:
@@ -172,18 +163,17 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(name, settings, micro
 def test_a_program_that_does_not_fit_is_refused():
     """The compiler's refusal is the answer: no memory, no account, and the bytes that it names."""
     programs, answer = compile_base("v5e:1x1", "base_num_decoder_layers=1", microbatch_size=2**17)
-    assert answer.memory is None
-    assert answer.account is None
+    assert answer.memory is answer.account is None
     assert programs.bytes(programs.size(2**17)) == math.inf
     assert refused_bytes(answer.refusal) > programs.target.limit
 
 
 @pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
 def test_the_optimizer_state_can_be_in_host_memory(name):
-    """Also on slices of several hosts, whose devices say nothing about their memories here."""
-    _, answer = compile_base(name, "optimizer_memory_host_offload=true")
+    """Adam's moments, also on slices of several hosts, whose devices say nothing about their memories here."""
+    programs, answer = compile_base(name, "optimizer_memory_host_offload=true")
     _, without = compile_base(name)
-    assert answer.memory.host > 0
+    assert answer.memory.host >= 2 * bytes_per_device(programs.state_shapes.params)
     assert answer.memory.arguments < without.memory.arguments - answer.memory.host // 2
 
 
@@ -200,10 +190,8 @@ def test_axes_are_found_where_the_program_does_not_name_them():
     step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("outer", "inner"), out_specs=specs, check_vma=False))
     shape = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=sharding)
     found = rampup.inspect(compile_for(step.lower(shape)), mesh=mesh)
-    axes = {c.kind: c.axes for c in found.account.collectives}
-    assert axes["all-reduce"] == ("inner",)
-    assert axes["all-gather"] == ("outer",)
-    assert axes["collective-permute"] == ("inner",)
+    expected = {"all-reduce": ("inner",), "all-gather": ("outer",), "collective-permute": ("inner",)}
+    assert expected.items() <= {c.kind: c.axes for c in found.account.collectives}.items()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -230,17 +218,13 @@ def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
 
 def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
     """The size that fits is the compiler's; a second run compiles nothing; every time is labelled as an estimate."""
-    settings = {"jax_cache_dir": str(tmp_path), "base_num_decoder_layers": 1, "base_emb_dim": 64, "base_mlp_dim": 128}
-    config = replace(rampup.load_config(BASE), **settings)
-    lines = []
+    config, lines = rampup.load_config(BASE, [*SMALL, f"jax_cache_dir={tmp_path}"]), []
     found = tune(config, topology="v5e:1x1", memory_gib="0.004", report=lines.append)
-    assert found["topology"] == "v5e:1x1"
-    assert found["hbm_bytes"] == int(0.004 * 2**30)
+    assert (found["topology"], found["hbm_bytes"]) == ("v5e:1x1", int(0.004 * 2**30))
     assert NOT_RUN_ON in found["compiled_for"]
     assert found["largest_microbatch"] < found["next_larger"]
     sizes = {row["microbatch_size"]: row["fits"] for row in found["candidates"]}
-    assert sizes[found["largest_microbatch"]]
-    assert not sizes[found["next_larger"]]
+    assert (sizes[found["largest_microbatch"]], sizes[found["next_larger"]]) == (True, False)
     assert found["run_seconds"] is None
     assert all(row["step_seconds"] is None and row["roofline_seconds"] > 0 for row in found["phases"])
     assert found["roofline_seconds"] == found["phases"][-1]["roofline_seconds"]
@@ -257,8 +241,8 @@ def test_tune_prints_its_contract_without_noise(tmp_path):
     """The command on a machine without a TPU: exit 0, one JSON object, and only progress on standard error."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("TPU", "JAX", "LIBTPU"))}
     environ["RAMPUP_JAX_CACHE_DIR"] = str(tmp_path)
-    small = ["base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128", "per_device_batch_size=8"]
-    command = [sys.executable, "-m", "rampup", "tune", BASE, *small, "--topology", "v5litepod-4", "--json"]
+    slices = ["per_device_batch_size=8", "--topology", "v5litepod-4", "--json"]
+    command = [sys.executable, "-m", "rampup", "tune", BASE, *SMALL, *slices]
     # Two at once: libtpu has a lock file.
     runs = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
     for run in runs:
