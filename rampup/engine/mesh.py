@@ -302,6 +302,11 @@ def axis_names(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
 
 
+def axes_of(shardings: Any) -> set[str]:
+    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
+    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}
+
+
 def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """Return a PartitionSpec without some axes.
 

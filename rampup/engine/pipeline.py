@@ -348,34 +348,20 @@ class Stage:
         x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
         ring = None
         if self.with_grads:
-            kept = jax.eval_shape(lambda: self._forward_chunk(take(self.chunks, 0), x, 0, 0)[1])
+            kept = jax.eval_shape(lambda: self._forward_chunk(x, 0, 0)[1])
             stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
             ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
-        tick = functools.partial(self._tick, functools.partial(self._unit, start, m), forward_ticks)
-        num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
-        return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
-    def _tick(self, unit_of: Callable[..., Any], forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
-        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
-        sums, ring, x, gradient = carry
-        if not self.with_grads:
-            with jax.named_scope("evaluation_tick"):
-                is_real, k, r = unit_of(t - self.s)
-                x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x)
-                y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
-                is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-                sums = self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
-            return sums, ring, self._send(y, 1), gradient
-        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(unit_of, t, x, ring), otherwise=(x, ring))
-        sums, gradient = self._if_any_stage(
-            t >= self.lag, lambda: self._backward_tick(unit_of, t, y, ring, gradient, sums), otherwise=(sums, gradient)
-        )
-        # The only communication of a tick: two permutes around the ring of stages, by all of them.
-        return sums, ring, self._send(y, 1), self._send(gradient, -1)
+        def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
+            group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
+            k, turn = group * self.p + rest % self.p, rest // self.p
+            is_real = (unit >= 0) & (k < m)
+            return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
 
-    def _forward_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
-        """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
-        with jax.named_scope("forward_tick"):
+        @jax.named_scope("forward_tick")
+        def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
+            """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
             unit = t - self.s
             is_real, k, r = unit_of(unit)
             x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
@@ -384,33 +370,49 @@ class Stage:
             # its forward is left to it, and y is the chunk's input.
             runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
             # If it does not run, x and slot 0 take the place of the results, for their shapes.
-            y, kept = self._if(runs, lambda: self._forward_chunk(take(self.chunks, r), x, k, r), (x, take(ring[1], 0)))
+            y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r), (x, take(ring[1], 0)))
             slot = unit % self.ring_size
             return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
 
-    def _backward_tick(
-        self, unit_of: Callable[..., Any], t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
-    ) -> tuple[Sums, Any]:
-        """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the gradient to send.
+        @jax.named_scope("backward_tick")
+        def backward(t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the one to send.
 
-        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It is
-        used there only, and only with a remat policy.
-        """
-        with jax.named_scope("backward_tick"):
+            y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It
+            is used there only, and only with a remat policy.
+            """
             unit = t - self.lag - (self.p - 1 - self.s)
             is_real, k, turn = unit_of(unit)
             r = self.v - 1 - turn
             stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
             return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))
 
-    def _unit(self, start: Any, m: Any, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
-        group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
-        k, turn = group * self.p + rest % self.p, rest // self.p
-        is_real = (unit >= 0) & (k < m)
-        return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+        @jax.named_scope("evaluation_tick")
+        def evaluate(t: jax.Array, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+            """Run the forward of unit t - s; return the sums with its loss, and the activation to send."""
+            is_real, k, r = unit_of(t - self.s)
+            x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+            y = self._if(is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x)
+            is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
+            return self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums), y
 
-    def _forward_chunk(self, chunk: Any, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
+        def tick(t: jax.Array, carry: Any) -> Any:
+            """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+            sums, ring, x, gradient = carry
+            if not self.with_grads:
+                sums, y = evaluate(t, x, sums)
+                return sums, ring, self._send(y, 1), gradient
+            y, ring = self._if_any_stage(t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring))
+            sums, gradient = self._if_any_stage(
+                t >= self.lag, lambda: backward(t, y, ring, gradient, sums), otherwise=(sums, gradient)
+            )
+            # The only communication of a tick: two permutes around the ring of stages, by all of them.
+            return sums, ring, self._send(y, 1), self._send(gradient, -1)
+
+        num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
+        return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
+
+    def _forward_chunk(self, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
         """Return a chunk's output, and the values that its backward needs in addition to its input.
 
         A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
@@ -420,24 +422,28 @@ class Stage:
         does before it traces the backward. Later traces have the same structure: otherwise `kept` would not fit into the ring
         buffer.
         """
+        inputs = self._inputs(x, k, r)
         if self.loss.remat_policy is None:
-            return self._stage(chunk, x, k, r), []
-        inputs = (chunk, x, self._microbatch(k), self._first_layer(r))
+            return self.loss.stage(*inputs), []
         y, pullback = self._vjp_chunk(*inputs)
         leaves, self._pullback_structure = jax.tree.flatten(pullback)
         known = jax.tree.leaves(inputs)
         self._pullback_inputs = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
         return y, [leaf for leaf, index in zip(leaves, self._pullback_inputs, strict=True) if index is None]
 
-    def _vjp_chunk(self, chunk: Any, x: Any, microbatch: Any, first_layer: Any) -> tuple[Any, Any]:
+    def _inputs(self, x: Any, k: Any, r: Any) -> tuple[Any, ...]:
+        """Return the arguments of `PipelinedLoss.stage` for microbatch k in chunk r."""
+        return take(self.chunks, r), x, *self._microbatch(k), (r * self.p + self.s) * self.chunk_size
+
+    def _vjp_chunk(self, chunk: Any, x: Any, *others: Any) -> tuple[Any, Any]:
         policy = self.loss.remat_policy
         stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
-        return jax.vjp(lambda chunk, x: stage(chunk, x, *microbatch, first_layer), chunk, x)
+        return jax.vjp(lambda chunk, x: stage(chunk, x, *others), chunk, x)
 
     def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
         """Add the gradients of one unit to the sums; return the gradient of its input."""
         x, kept = stash
-        inputs = (take(self.chunks, r), x, self._microbatch(k), self._first_layer(r))
+        inputs = self._inputs(x, k, r)
         if self.loss.remat_policy is None:
             y, pullback = self._vjp_chunk(*inputs)
         else:
@@ -490,14 +496,8 @@ class Stage:
     def _first(self, k: Any) -> Any:
         return self.loss.first(self.shared, *self._microbatch(k))
 
-    def _stage(self, chunk: Any, x: Any, k: Any, r: Any) -> Any:
-        return self.loss.stage(chunk, x, *self._microbatch(k), self._first_layer(r))
-
     def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
         return self.loss.last(self.shared, y, *self._microbatch(k))
-
-    def _first_layer(self, r: Any) -> Any:
-        return (r * self.p + self.s) * self.chunk_size
 
     def _microbatch(self, k: Any) -> tuple[Any, Any]:
         return take((self.batch_KR, self.keys_KR), k)

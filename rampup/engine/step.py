@@ -179,8 +179,10 @@ class TrainStep:
         self._requested_in: int | None = None
         # The chunk of zeros of each layout, on the devices.
         self._padding: dict[BufferLayout, Any] = {}
-        # The numbers of microbatches and passes of each split, on the devices.
-        self._counts_of: dict[BatchSplit, tuple[jax.Array, ...]] = {}
+        # A number of microbatches or passes, on the devices: it would be copied to each in every step.
+        self._on_devices = functools.cache(
+            lambda number: jax.make_array_from_callback((), replicated(update.mesh), lambda _: np.int32(number))
+        )
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -218,7 +220,9 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._is_fused:
-            args = self._padded(batch), self._counts(batch.position.split)
+            split = batch.position.split
+            counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
+            args = self._padded(batch), counts
             program = self._program(batch, self._update.fused, state, *args)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
             self._compile_next_phases(batch, state)
@@ -512,15 +516,6 @@ class TrainStep:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
             padding = self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
         return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
-
-    def _counts(self, split: BatchSplit) -> tuple[jax.Array, ...]:
-        """Return the microbatches of a pass, and the passes, on the devices: numbers would be copied to each in every step."""
-        counts = self._counts_of.get(split)
-        if counts is None:
-            numbers, whole = (split.num_pipeline_microbatches, split.accumulation_steps), replicated(self._mesh)
-            made = (jax.make_array_from_callback((), whole, lambda _, n=n: np.int32(n)) for n in numbers)
-            counts = self._counts_of[split] = tuple(made)
-        return counts
 
 
 def _reader(name: str) -> Callable[..., Iterator[Batch]]:

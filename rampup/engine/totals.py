@@ -68,10 +68,6 @@ class Totals:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
         return zeros if shapes.mutable is None else zeros._replace(mutable=self.mutable)
 
-    def measure(self, new: Sums) -> Sums:
-        """Return the sums over one microbatch with the squares of its gradients, if they are measured."""
-        return new if self.noise is None else new._replace(noise=self.noise.block(new.grads, new.weight, varying=new.loss))
-
     def update(self, sums: Sums, new: Sums) -> Sums:
         """Return the sums over the microbatches so far and a new one."""
         added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
@@ -166,8 +162,8 @@ def has_integers(params: Any) -> bool:
 
 
 def floating(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters with None in the place of integers."""
-    return jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+    """Return a tree like the parameters, or None, with None in the place of integers."""
+    return None if tree is None else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
 
 
 def fill(tree: Any, values: Any) -> Any:
