@@ -193,9 +193,12 @@ class AccumulatedLoss:
                     with jax.named_scope("microbatch"):
                         sums = sums_of(loss_of(*first))
                 else:
+                    # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
+                    shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first))._replace(mutable=None)
+                    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
                     # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-                    zeros = totals.init(jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first)))
                     zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
+                    zeros = zeros._replace(mutable=totals.mutable if has_grads else None)
                     # A while loop in the program: its bound is an argument, so one executable serves every number.
                     sums = jax.lax.fori_loop(0, number, add, zeros)
             return self._reduce(sums, totals, shardings, mesh) if mapped is None else sums
@@ -367,29 +370,19 @@ def accumulate(
         ConfigError: `num_microbatches` is not a number from 0 to K.
     """
     loss: Any = summable(loss_fn, batch_axes)
-    K = jax.tree.leaves(batch_KR)[0].shape[0]
-
-    def run() -> Sums:
-        has_one = K == 1 and not isinstance(num_microbatches, jax.core.Tracer) and int(num_microbatches) == 1
-        sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
-        return sum_up(params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), Totals(mutable=mutable))
-
-    return sum_first(num_microbatches, K, run)
-
-
-def sum_first(number: Any, K: int, run: Callable[[], Sums]) -> Sums:
-    """Return the sums of `run` over the first `number` microbatches of a buffer of K, or refuse a number that it does not have.
-
-    With a traced one, loss and weight are NaN. Otherwise the last microbatch would be added several times: JAX clamps an index
-    beyond an array.
-    """
-    if isinstance(number, jax.core.Tracer):
-        sums, is_valid = run(), (number >= 0) & (number <= K)
-        return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
-    if not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K:
+    number, K = num_microbatches, jax.tree.leaves(batch_KR)[0].shape[0]
+    is_traced = isinstance(number, jax.core.Tracer)
+    if not is_traced and (not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K):
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
-    return run()
+    has_one = K == 1 and not is_traced and int(number) == 1
+    sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
+    sums: Sums = sum_up(params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), Totals(mutable=mutable))
+    if not is_traced:
+        return sums
+    # JAX clamps an index beyond an array, so the last microbatch would be added several times.
+    is_valid = (number >= 0) & (number <= K)
+    return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
 
 
 def multi_steps(

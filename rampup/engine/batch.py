@@ -143,11 +143,8 @@ def put_batch(
 
 def _padded(x_KR: np.ndarray, K: int) -> np.ndarray:
     """Return an array with K microbatches. Only the last chunk can be short, and the step's loop ends before the zeros."""
-    if len(x_KR) == K:
-        return x_KR
-    padded = np.zeros((K, *x_KR.shape[1:]), x_KR.dtype)
-    padded[: len(x_KR)] = x_KR
-    return padded
+    missing = K - len(x_KR)
+    return np.concatenate([x_KR, np.zeros((missing, *x_KR.shape[1:]), x_KR.dtype)]) if missing else x_KR
 
 
 def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:

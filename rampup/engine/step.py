@@ -428,20 +428,6 @@ class TrainStep:
             if difference := _difference(expected, state.opt_state):
                 problem = f"`opt_state` is not that of the step's optimizer: {difference}"
                 raise ConfigError(f"{problem}; {fix}", key="tx")
-        self._check_shardings(state)
-        if not self._is_fused:
-            if getattr(state, "dynamic_scale", None) is not None:
-                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
-                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
-            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
-            if place != (done, 0):
-                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
-                rule = "`step` and `opt_state.gradient_step` must be equal"
-                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
-        return int(state.step)
-
-    def _check_shardings(self, state: Any) -> None:
-        """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
         shardings = shardings_of(state)
         for path, sharding in jax.tree.leaves_with_path(shardings):
             if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
@@ -450,8 +436,6 @@ class TrainStep:
         axes = BatchAxes.of(self._mesh, self._batch_axes)
         # An axis of one device shards nothing, even if a sharding names it.
         axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-        if not axes.replica:
-            return
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
         if is_scattered(shardings.params, axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
@@ -462,6 +446,16 @@ class TrainStep:
             problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
             problem = f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model"
             raise ConfigError(problem, key=key)
+        if not self._is_fused:
+            if getattr(state, "dynamic_scale", None) is not None:
+                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
+                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
+            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
+            if place != (done, 0):
+                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
+                rule = "`step` and `opt_state.gradient_step` must be equal"
+                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
+        return int(state.step)
 
     def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
         """Return the program for a batch, compiled if it is not yet."""
@@ -511,11 +505,10 @@ class TrainStep:
             shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
             return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
-        padding = self._padding.get(batch.layout)
-        if padding is None:
+        if batch.layout not in self._padding:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
-            padding = self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
-        return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
+            self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
+        return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
 
 
 def _reader(name: str) -> Callable[..., Iterator[Batch]]:

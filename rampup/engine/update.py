@@ -227,12 +227,6 @@ def eval_sums(
     return sums.loss, sums.weight
 
 
-def all_finite(*trees: Any) -> jax.Array:
-    """Return whether every floating-point number is finite, as a traced bool."""
-    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])) if leaves else jnp.array(True)
-
-
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
     """Return a state after a step, or a part of it, if the step is kept (a traced bool), else the one before.
 
@@ -259,7 +253,8 @@ def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:
     """Return whether the loss, the gradient and what the loss function has changed in `state` are finite."""
     # Only the changes: a running maximum may start at -infinity.
     changed = jax.tree.map(lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x), sums.mutable, carried(state))
-    return all_finite((grads, sums.loss, sums.weight, changed))
+    numbers = [x for x in jax.tree.leaves((grads, sums.loss, sums.weight, changed)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in numbers]))
 
 
 def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:

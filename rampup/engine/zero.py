@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, spec_without
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axes_of, axis_names, spec_without
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -73,7 +73,7 @@ def scattered_dimension(spec: PartitionSpec, replica: tuple[str, ...]) -> int | 
 
 def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
     """Return whether any of the shardings names an axis of the replicas."""
-    return any(scattered_dimension(sharding.spec, axes.replica) is not None for sharding in jax.tree.leaves(shardings))
+    return not axes_of(shardings).isdisjoint(axes.replica)
 
 
 def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
@@ -88,16 +88,16 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     Each replica gets what `shardings` says: of those that name the replicas' axes, one part of the array.
     """
     leaves, structure = jax.tree.flatten(grads)
-    routes, d = _Routes.of(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
-    for k, total in zip(routes.whole, jax.lax.psum([leaves[k] for k in routes.whole], axes.replica), strict=True):
+    (whole, alone, buffers), d = _routes(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
+    for k, total in zip(whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True):
         leaves[k] = total
-    for k, dim in routes.alone.items():
+    for k, dim in alone.items():
         leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
 
     def split(x: jax.Array, dim: int) -> jax.Array:
         return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
 
-    for members in routes.buffers:
+    for members in buffers:
         # The first dimension of the buffer is the replica to which a part goes.
         parts = [split(leaves[k], dim) for k, dim in members.items()]
         sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
@@ -118,10 +118,10 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 
     def gather(params: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
-        routes = _Routes.of(leaves, scattered, mesh, axes)
-        for k, dim in routes.alone.items():
+        _, alone, buffers = _routes(leaves, scattered, mesh, axes)
+        for k, dim in alone.items():
             leaves[k] = jax.lax.all_gather(leaves[k], axes.replica, axis=dim, tiled=True)
-        for members in routes.buffers:
+        for members in buffers:
             parts = [leaves[k] for k in members]
             gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
             for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
@@ -134,31 +134,26 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     )(params)
 
 
-class _Routes(NamedTuple):
-    """How the leaves of a tree travel between the replicas. Leaves are named by their index.
+def _routes(
+    leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes
+) -> tuple[list[int], dict[int, int], list[dict[int, int]]]:
+    """Return how the leaves of a tree travel between the replicas, by their index: (whole, alone, buffers).
 
     `whole` are those that every replica keeps whole. `alone` are those that automatic axes shard too, and `buffers` the others,
     those of one type in one buffer: index -> scattered dimension.
     """
-
-    whole: list[int]
-    alone: dict[int, int]
-    buffers: list[dict[int, int]]
-
-    @classmethod
-    def of(cls, leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes) -> _Routes:
-        routes, by_type = cls([], {}, []), dict[Any, dict[int, int]]()
-        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
-            dim = scattered_dimension(sharding.spec, axes.replica)
-            if dim is None:
-                routes.whole.append(k)
-            elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
-                # To flatten it into a buffer, the compiler would gather it over those axes.
-                routes.alone[k] = dim
-            else:
-                by_type.setdefault(leaf.dtype, {})[k] = dim
-        return routes._replace(buffers=list(by_type.values()))
+    whole, alone, by_type = list[int](), dict[int, int](), dict[Any, dict[int, int]]()
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+        dim = scattered_dimension(sharding.spec, axes.replica)
+        if dim is None:
+            whole.append(k)
+        elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
+            # To flatten it into a buffer, the compiler would gather it over those axes.
+            alone[k] = dim
+        else:
+            by_type.setdefault(leaf.dtype, {})[k] = dim
+    return whole, alone, list(by_type.values())
 
 
 def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
