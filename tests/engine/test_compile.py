@@ -26,7 +26,10 @@ def lowering(function, *args):
 
 
 def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
-    """Requested twice and got three times: one compilation, in the background thread. Only `get` of a late one adds a wait."""
+    """Requested twice and got three times: one compilation, in the background thread. Only `get` of a late one adds a wait.
+
+    An error in the background is raised by `get`.
+    """
     compiler = Compiler()
     lower, threads = lowering(jnp.sin, np.float32(1))
     compiler.compile_async("sin", lower)
@@ -41,6 +44,10 @@ def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
     assert compiler.waited_seconds == 0
     compiler.get("late", lower)
     assert compiler.waited_seconds > 0
+    bad, _ = lowering(lambda x: x @ x, np.ones((2, 3)))
+    compiler.compile_async("bad", bad)
+    with pytest.raises(TypeError):
+        compiler.get("bad", bad)
 
 
 def test_compile_async_uses_the_contexts_of_the_caller():
@@ -60,15 +67,6 @@ def test_compile_async_uses_the_contexts_of_the_caller():
     finally:
         jax.config.update("jax_enable_x64", False)
     assert seen == [(np.float64, "highest")]
-
-
-def test_get_raises_errors_of_the_background():
-    """An error in the background thread is raised by `get`."""
-    compiler = Compiler()
-    lower, _ = lowering(lambda x: x @ x, np.ones((2, 3)))
-    compiler.compile_async("bad", lower)
-    with pytest.raises(TypeError):
-        compiler.get("bad", lower)
 
 
 @pytest.mark.parametrize("forbidden", ["getpriority", "setpriority", None])

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, rows, start, train
+from helpers.toy import history, loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, rows, stacked, start, train
 
 import rampup
 from rampup.errors import ConfigError, DataError, RampupError
@@ -21,20 +21,12 @@ from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 
 def trained(step, mesh, batches):
     """Return the parameters after some batches, from the beginning."""
-    state = rampup.create_state(new_params(mesh), step.tx, mesh)
-    for batch in batches:
-        state, _ = step(state, batch)
-    return jax.tree.map(np.asarray, state.params)
+    return jax.device_get(history(step, rampup.create_state(new_params(mesh), step.tx, mesh), batches)[0].params)
 
 
 def check_equal(a, b):
     """Check that two trees are equal to rounding."""
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a, b)
-
-
-def stacked(items):
-    """Return rows as arrays."""
-    return jax.tree.map(lambda *x: np.stack(x), *items)
 
 
 def refilled(items):
@@ -135,19 +127,6 @@ def test_plan_beyond_int32_steps_is_refused():
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
-def test_prepared_states_are_copies(mesh_name):
-    """`prepare_state` copies: tied arrays are not donated twice and the caller's arrays survive."""
-    params = new_params(mesh_of(mesh_name))
-    params["tied"] = params["in"]
-
-    def state(params, tx):
-        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    train(*start(mesh_name, params=params, state=state), steps=1)
-    assert np.isfinite(np.asarray(params["in"])).all()
-
-
-@pytest.mark.parametrize("mesh_name", ["one", "data"])
 def test_dynamic_scale_skips_and_adapts(mesh_name):
     """A Flax DynamicScale scales a float16 loss, skips what overflows, and adapts."""
 
@@ -163,15 +142,12 @@ def test_dynamic_scale_skips_and_adapts(mesh_name):
         scale = DynamicScale(scale=jnp.float32(2.0**20), growth_interval=3)
         return State.create(apply_fn=None, params=params, tx=tx, dynamic_scale=scale)
 
-    (step, state), skipped = start(mesh_name, half_loss, optax.sgd(0.01), steps=16, state=scaled), []
-    for batch in step.batches(rows()):
-        state, metrics = step(state, batch)
-        skipped.append(bool(metrics["skipped"]))
-    assert skipped[0]
-    assert not all(skipped)
+    state, found = history(*start(mesh_name, half_loss, optax.sgd(0.01), steps=16, state=scaled))
+    assert found[0]["skipped"]
+    assert not all(metrics["skipped"] for metrics in found)
     assert float(state.dynamic_scale.scale) < 2.0**20
     assert int(state.step) == 16
-    assert np.isfinite(float(metrics["grad_norm"]))
+    assert np.isfinite(found[-1]["grad_norm"])
     assert np.isfinite(state.params["in"]).all()
 
 
@@ -234,20 +210,19 @@ def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     mean = np.array(model.norm.mean[...])
     state, pure = rampup.split_model(model, model_loss, tx, mesh, wrt=wrt)
-    step, losses = rampup.train_step(pure, tx, plan, mesh), []
-    for batch in step.batches(rows()):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    step = rampup.train_step(pure, tx, plan, mesh)
+    batches = list(step.batches(rows()))
+    state, found = history(step, state, batches)
     rampup.merge_model(model, state)
-    assert losses[-1] < losses[0]
+    assert found[-1]["loss"] < found[0]["loss"]
     assert step.num_compilations == 1
     assert not np.allclose(np.array(model.norm.mean[...]), mean)
-    assert float(metrics["aux"]["features"]) > 0
+    assert found[-1]["aux"]["features"] > 0
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert same["hidden"]["kernel"] == (wrt is nnx.LoRAParam)
     assert not same["hidden"]["lora"]["lora_b"]
     assert len(jax.tree.leaves(state.params)) == (4 if wrt is nnx.LoRAParam else 10)
-    assert float(rampup.EvalStep(pure, mesh)(state, batch)[1]) > 0
+    assert float(rampup.EvalStep(pure, mesh)(state, batches[-1])[1]) > 0
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the model has arrays of its own
     assert np.isfinite(np.asarray(model(jnp.ones((2, 8))))).all()
 

@@ -70,6 +70,11 @@ def rows(number=400, dtype=np.float32):
     ]
 
 
+def stacked(items):
+    """Return rows as arrays (rows, ...)."""
+    return jax.tree.map(lambda *x: np.stack(x), *items)
+
+
 def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
     """Return a plan of three phases whose batches divide over eight replicas."""
     d = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -95,12 +100,19 @@ def start(
     return step, rampup.prepare_state(state(params, step.tx), mesh)
 
 
+def history(step, state, batches=None):
+    """Return the state after some batches, by default those of `rows`, and the metrics of every step on the host."""
+    found = []
+    for batch in step.batches(rows()) if batches is None else batches:
+        state, metrics = step(state, batch)
+        found.append(jax.device_get(metrics))
+    return state, found
+
+
 def train(step, state, steps=None, data=None):
     """Return the state and the metrics after some steps."""
-    metrics = None
-    for batch in step.batches(data or rows(), stop=steps):
-        state, metrics = step(state, batch)
-    return state, metrics
+    state, found = history(step, state, step.batches(data or rows(), stop=steps))
+    return state, found[-1]
 
 
 def open_rows(kind, train_files=None, *, length=4, eval_files=None):
