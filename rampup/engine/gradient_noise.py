@@ -157,9 +157,7 @@ class NoiseMeter:
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array (*shards)."""
         # Every sharded dimension is split into its shards and the rest. The sum over the rest is local to each shard.
-        shape: list[int] = []
-        names: list[str] = []
-        rest: list[int] = []
+        shape, names, rest = list[int](), list[str](), list[int]()
         for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
             own = [name for name in axis_names(entry) if name in self.axes]
             names += own

@@ -487,12 +487,10 @@ class TrainStep:
         # This phase too: it may run in the shape of an earlier one.
         phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
-        unknown = {rows: split for split in splits if not self._compiler.is_known(rows := _rows(split))}
-        if unknown:
-            # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-            for rows, split in unknown.items():
-                self._compiler.compile_async(rows, functools.partial(self.lower, shapes, batch.row, split))
+        # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        for split in splits:
+            self._compiler.compile_async(_rows(split), functools.partial(self.lower, shapes, batch.row, split))
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
         """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated.

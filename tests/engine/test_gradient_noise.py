@@ -284,11 +284,11 @@ def test_gradient_noise_needs_two_blocks_in_every_phase():
     """One microbatch on one replica is refused with the phase and what to do; two replicas are enough."""
     one, two = (make_mesh(devices=jax.devices()[:number]) for number in (1, 2))
     train_step(loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True)
-    smaller = "0:16 64:8", r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4", (4,)
-    for schedule, words, nearest in (smaller, ("0:1", "larger batch", ())):
+    smaller = "0:16 64:8", r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4", ("microbatch_size", (4,))
+    for schedule, words, found in (smaller, ("0:1", "larger batch", ("measure_gradient_noise", (False,)))):
         with pytest.raises(ConfigError, match=words) as caught:
             train_step(loss_fn, ADAM, toy.plan_for(one, schedule), one, measure_gradient_noise=True)
-        assert (caught.value.key, caught.value.nearest) == ("microbatch_size", nearest)
+        assert (caught.value.key, caught.value.nearest) == found
 
 
 def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
