@@ -222,6 +222,7 @@ def test_carried_values_are_merged_to_the_same_on_all_replicas():
         ((np.int32(3), 1.0, {}, CARRIED), r"returned int32\[\] as loss_sum, which must be a floating-point scalar"),
         ((1.0, np.ones(2), {}, CARRIED), r"returned float\d+\[2\] as weight_sum, which must be a real scalar"),
         ((1.0, 1.0, {}, FrozenDict(n=0.0)), r"changed the structure .*it was PyTreeDef.*'n'.* and is PyTreeDef"),
+        ((1.0, 1.0, {}, CARRIED | {"more": 1.0}), r"changed .*\['more'\] was absent"),
         ((1.0, 1.0, {}, {"n": 0}), r"changed .*\['n'\] was \(\(\), 'float32'\) and is \(\(\), 'int32'\)"),
     ],
 )

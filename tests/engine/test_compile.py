@@ -159,13 +159,10 @@ def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
         def compile(self, *, compiler_options):
             given.append(compiler_options)
 
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    compile_program(Lowered())
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
-    compile_program(Lowered())
-    monkeypatch.delenv("XLA_FLAGS")
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    compile_program(Lowered())
+    for platform, flags in (("cpu", ""), ("cpu", "--xla_backend_optimization_level=3"), ("gpu", "")):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        compile_program(Lowered())
     assert given == [{"xla_backend_optimization_level": 2}, None, None]
 
 

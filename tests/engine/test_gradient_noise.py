@@ -222,9 +222,8 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
     tx = optax.sgd(1e-3)
     params = toy.new_params(mesh, np.float64) | {"table": jnp.arange(3)}
     step = train_step(loss, tx, plan, mesh, measure_gradient_noise=True)
-    state = create_state(params, tx, mesh, mutable={"n": jnp.int32(0)})
-    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "mutable")}
-    state = prepare_state(State(**fields, dynamic_scale=DynamicScale(scale=jnp.float64(1024))), mesh)
+    fields = {"mutable": {"n": jnp.int32(0)}, "dynamic_scale": DynamicScale(scale=jnp.float64(1024))}
+    state = prepare_state(State(step=0, params=params, opt_state=tx.init(params), **fields), mesh)
 
     def check(state, batch, metrics):
         trained = {name: state.params[name] for name in ("in", "out")}

@@ -37,32 +37,22 @@ def test_split_model_equals_a_pure_function():
     model(jnp.ones((1, toy.WIDTH)))
 
 
-class Stack(nnx.Module):
-    """Three stacked layers with dropout, built with `nnx.vmap` and applied with `nnx.scan`."""
-
-    def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def create(rngs):
-            return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
-
-        self.layers = create(rngs)
-
-    def __call__(self, x):
-        """Return the output."""
-
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def apply(x, layer):
-            return x + layer(x)
-
-        return apply(x, self.layers)
-
-
 def test_split_model_seeds_stacked_layers():
-    """Stacked layers have one random stream each, and train."""
+    """Layers that are created with `nnx.vmap` and applied with `nnx.scan` have one random stream each, and train."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs):
+        return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def apply(x, layer):
+        return x + layer(x)
+
     mesh = toy.mesh_of("one")
     plan, tx = toy.plan_for(mesh, steps=2), optax.sgd(0.01)
-    state, pure = split_model(Stack(nnx.Rngs(0)), loss_fn, tx, mesh)
+    stacked_loss = lambda layers, batch, rngs: loss_fn(lambda x: apply(x, layers), batch, rngs)  # noqa: E731
+    state, pure = split_model(create(nnx.Rngs(0)), stacked_loss, tx, mesh)
     _, metrics = toy.train(train_step(pure, tx, plan, mesh), state)
     assert np.isfinite(float(metrics["loss"]))
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import loss_fn, rows, start, train
+from helpers.toy import ScaledState, flax_state, loss_fn, mesh_of, new_params, rows, start, train
 
 import rampup
 from rampup.engine.accumulate import AccumulatedLoss
@@ -59,21 +58,10 @@ def test_multi_steps_refuses_chunks_of_several_microbatches():
 )
 def test_loss_function_without_keys_is_refused(kind, engine):
     """A loss function of two arguments is named, also if the state makes the step wrap it."""
-
-    def state(params, tx):
-        params |= {"n": jnp.int32(3)} if kind == "integers" else {}
-        return ScaledState.create(
-            apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale() if kind == "scaled" else None
-        )
-
+    state = flax_state(ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None)
+    params = new_params(mesh_of("one")) | ({"n": jnp.int32(3)} if kind == "integers" else {})
     with pytest.raises(ConfigError, match=r"cannot be called with 3 arguments: .* It takes \(params, batch, keys\)"):
-        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, engine=engine)
-
-
-class ScaledState(train_state.TrainState):
-    """A TrainState that scales the loss."""
-
-    dynamic_scale: DynamicScale = None
+        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, params=params, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
@@ -124,9 +112,6 @@ class Unscaled(AccumulatedLoss):
 
 def test_a_summable_loss_may_ignore_the_scale_of_the_state():
     """Only a loss that scales unscales, so one that does not has the same metrics, and no gradient that is too small."""
-
-    def scaled(params, tx):
-        return ScaledState.create(apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale())
-
+    scaled = flax_state(ScaledState, dynamic_scale=DynamicScale())
     metrics = [one_step(loss, mesh_name="one", state=scaled)[1] for loss in (AccumulatedLoss(loss_fn), Unscaled(loss_fn))]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metrics)

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import optax
 import pytest
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import history, loss_fn, mesh_of, new_params, plan_for, rows, start, train
+from helpers.toy import ScaledState, flax_state, history, loss_fn, mesh_of, new_params, plan_for, rows, start, train
 
 import rampup
 from rampup.engine.mesh import make_mesh
@@ -23,11 +22,6 @@ class BatchStatsState(train_state.TrainState):
     """A TrainState with batch statistics, as in Flax's examples."""
 
     batch_stats: Any = None
-
-
-def flax_state(kind=train_state.TrainState, **fields):
-    """Return a function that makes a state of Flax from parameters and an optimizer."""
-    return lambda params, tx: kind.create(apply_fn=None, params=params, tx=tx, **fields)
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -118,30 +112,25 @@ MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_he
 init = jax.jit(MODEL.init)
 
 
+class FrozenState(ScaledState):
+    """A TrainState that scales the loss and has frozen arrays."""
+
+    frozen: Any = None
+
+
 def run_pipeline(num_stages, **fields):
     """Return losses and parameters of some steps with a state that has further fields, on two replicas with stages."""
     mesh = make_mesh(MeshAxes(data=2, pipeline=num_stages), jax.devices()[: 2 * num_stages])
     plan = plan_for(mesh, "0:8 16:16", steps=5, num_stages=num_stages, microbatch_size=2)
     model, tx = MODEL.on(mesh), optax.sgd(0.3)
     params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
-    state = ScaledState(step=0, params=params, opt_state=tx.init(params), **fields)
+    state = flax_state(FrozenState, **fields)(params, tx)
     step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
     rng = np.random.default_rng(0)
     data = [{"tokens": rng.integers(0, 32, 9).astype(np.uint8), "length": np.int32(n % 8 + 1)} for n in range(64)]
     state, found = history(step, rampup.prepare_state(state, mesh), step.batches(data))
     losses = [[metrics["loss"], metrics["grad_norm"], metrics.get("skipped", 0)] for metrics in found]
     return losses, jax.device_get((state.params, state.dynamic_scale))
-
-
-@flax.struct.dataclass
-class ScaledState:
-    """A state with a loss scale and frozen arrays."""
-
-    step: Any
-    params: Any
-    opt_state: Any
-    dynamic_scale: Any = None
-    frozen: Any = None
 
 
 @pytest.mark.slow

@@ -20,17 +20,10 @@ BASE = AdamConstants(b1=0.8, b2=0.97, eps=1e-6, weight_decay=0.2)
 SCALING = AdamScaling(b1="half_life", b2="half_life", eps="sde", weight_decay="timescale")
 
 
-def constants_of(plan, scaling=SCALING):
-    """Return the constants of every phase."""
-    return adam_constants(plan, BASE, scaling)
-
-
 def train(plan, mesh, tx_at, **options):
     """Train the toy with the optimizer that `tx_at` gives for each step, and return parameters, state and steps."""
     steps, state = {}, None
-    engine = options.get("engine", "fused")
-    chunk_size = 1 if engine == "multi_steps" else None
-    for batch in step_batches(toy.rows(), plan, mesh, seed=5, chunk_size=chunk_size):
+    for batch in step_batches(toy.rows(), plan, mesh, seed=5, chunk_size=1 if "engine" in options else None):
         tx = tx_at(batch.position)
         step = steps.setdefault(id(tx), train_step(toy.loss_fn, tx, plan, mesh, seed=3, **options))
         if state is None:
@@ -76,7 +69,7 @@ def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh)
     rate = LearningRate(plan=plan, peak=0.02, warmup_fraction=0.2)
-    found = constants_of(plan)
+    found = adam_constants(plan, BASE, SCALING)
     assert len({constants.b2 for constants in found}) == 3
     per_phase = [adamw_of_phase(rate, constants) for constants in found]
     expected, _, _ = train(plan, mesh, lambda position: per_phase[position.phase.index], **options)

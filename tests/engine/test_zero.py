@@ -4,13 +4,12 @@ import functools
 import re
 from types import SimpleNamespace
 
-import flax.training.train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import TORI, history, loss_fn, mesh_of, new_params, plan_for, rows
+from helpers.toy import TORI, flax_state, history, loss_fn, mesh_of, new_params, plan_for, rows
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import rampup
@@ -89,7 +88,7 @@ def test_state_of_ones_own_is_prepared_for_it():
     """A Flax `TrainState`, placed by `prepare_state`, has an eighth of the optimizer's state on each device, and keeps it."""
     expected, _, _ = trained("data", True)
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
-    own = flax.training.train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
+    own = flax_state()(new_params(mesh), tx)
     state = rampup.prepare_state(own, mesh, shard_optimizer_over_data=True)
     step, _ = begin(mesh)
     losses, after = go_on(step, state)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
@@ -107,6 +109,17 @@ def history(step, state, batches=None):
         state, metrics = step(state, batch)
         found.append(jax.device_get(metrics))
     return state, found
+
+
+class ScaledState(train_state.TrainState):
+    """A TrainState of Flax that scales the loss."""
+
+    dynamic_scale: Any = None
+
+
+def flax_state(kind=train_state.TrainState, **fields):
+    """Return a function that makes a state of Flax from parameters and an optimizer."""
+    return lambda params, tx: kind.create(apply_fn=None, params=params, tx=tx, **fields)
 
 
 def train(step, state, steps=None, data=None):
