@@ -38,9 +38,7 @@ def linear_loss(params, batch, keys):
     return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("one", "data_fsdp_tensor") else pytest.param(name, marks=pytest.mark.slow) for name in toy.MESHES]
-)
+@pytest.mark.parametrize("name", [name if name in ("one", "data_fsdp_tensor") else toy.slow(name) for name in toy.MESHES])
 def test_accumulate_equals_the_full_batch_gradient(name, float64):
     """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
     K, R = 5, 16
@@ -134,9 +132,7 @@ def test_replicas_exchange_gradients_without_rounding_their_sum_again():
         assert (float(sums.grads["w"]), complex(sums.grads["z"])) == (257, 2 + 4j)
 
 
-@pytest.mark.parametrize(
-    "axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), toy.slow(MeshAxes(fsdp=8))])
 def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
     """Without the argument `param_shardings`, or with others, those of the loss decide what is left to reduce."""
     mesh = make_mesh(axes)

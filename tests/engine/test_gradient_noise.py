@@ -92,9 +92,7 @@ MESHES = {
 ZERO = ("zero-all", "zero-4x8", "zero-fsdp", "zero-tensor")
 
 
-@pytest.mark.parametrize(
-    "name", [name if "all" in name else pytest.param(name, marks=pytest.mark.slow) for name in (*MESHES, *ZERO)]
-)
+@pytest.mark.parametrize("name", [name if "all" in name else toy.slow(name) for name in (*MESHES, *ZERO)])
 def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
     """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective more, and no parameter changes a bit."""
     axes = MESHES[name.removeprefix("zero-")]
@@ -159,11 +157,7 @@ def pipeline_params(mesh):
 
 @pytest.mark.parametrize(
     ("axes", "repeats"),
-    [
-        (MeshAxes(pipeline=2), 1),
-        pytest.param(MeshAxes(data=2, pipeline=2), 2, marks=pytest.mark.slow),
-        pytest.param(MeshAxes(data=2, tensor=2, pipeline=2), 1, marks=pytest.mark.slow),
-    ],
+    [(MeshAxes(pipeline=2), 1), toy.slow(MeshAxes(data=2, pipeline=2), 2), toy.slow(MeshAxes(data=2, tensor=2, pipeline=2), 1)],
 )
 def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
     """The stages add up the squares of their own gradients, and each microbatch is divided by its own weight."""

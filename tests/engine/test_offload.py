@@ -28,7 +28,10 @@ def device(**stats):
 
 
 def test_program_memory_counts_arrays():
-    """Arguments, outputs and temporaries are counted. An output that aliases an argument is counted once."""
+    """Arguments, outputs and temporaries are counted. An output that aliases an argument is counted once.
+
+    A missing analysis is an error, not a size of zero.
+    """
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)
@@ -36,10 +39,6 @@ def test_program_memory_counts_arrays():
     in_place = offload.program_memory(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
     assert in_place.aliased == 4096
     assert in_place.total == 4096 + in_place.temporary + in_place.code
-
-
-def test_program_memory_refuses_a_backend_without_analysis():
-    """A missing analysis is an error, not a size of zero."""
     with pytest.raises(ConfigError, match="does not report"):
         offload.program_memory(SimpleNamespace(memory_analysis=lambda: None))
 

@@ -91,21 +91,12 @@ def test_step_inside_jit_names_accumulate():
         step(state.replace(step=0), batch)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((optax.sgd(0.1), loss_fn), "loss_fn is a .*check the order"),
-        (
-            (loss_fn, nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)),
-            "`tx`, not an nnx.Optimizer",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, words):
+def test_wrong_arguments_are_named():
     """Swapped arguments and an `nnx.Optimizer` are errors in words."""
-    mesh = mesh_of("one")
-    with pytest.raises(ConfigError, match=words):
-        rampup.train_step(*arguments, plan_for(mesh), mesh)
+    mesh, own = mesh_of("one"), nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    for words, *arguments in (("check the order", optax.sgd(0.1), loss_fn), ("`tx`, not an nnx.Optimizer", loss_fn, own)):
+        with pytest.raises(ConfigError, match=words):
+            rampup.train_step(*arguments, plan_for(mesh), mesh)
 
 
 def test_loss_function_without_mutable_is_refused():
@@ -158,12 +149,7 @@ class LoRAModel(nnx.Module):
 
 @pytest.mark.parametrize(
     ("wrt", "mesh_name"),
-    [
-        (nnx.LoRAParam, "data"),
-        pytest.param(nnx.Param, "one", marks=pytest.mark.slow),
-        pytest.param(nnx.LoRAParam, "one", marks=pytest.mark.slow),
-        pytest.param(nnx.Param, "data", marks=pytest.mark.slow),
-    ],
+    [(nnx.LoRAParam, "data"), toy.slow(nnx.Param, "one"), toy.slow(nnx.LoRAParam, "one"), toy.slow(nnx.Param, "data")],
 )
 def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     """Only `wrt` is trained and accumulated; statistics, dropout and sown values work."""

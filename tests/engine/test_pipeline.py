@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict
+from helpers.toy import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rampup import PipelinedLoss, make_mesh
@@ -116,21 +117,14 @@ DEFAULT = [(4, 1, {}), BESIDE[1]]  # without and with repeats and other axes
 OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat_policy": DOTS}}
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "beside"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in GRID + BESIDE]
-)
+@pytest.mark.parametrize(("p", "v", "beside"), [case if case in DEFAULT else slow(*case) for case in GRID + BESIDE])
 def test_pipeline_sums_equal_the_model(p, v, beside):
     """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
     check_all(MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1))
 
 
 @pytest.mark.parametrize(
-    ("v", "name"),
-    [
-        (1, "computing"),
-        (2, "keeping"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "keeping"), (2, "computing"))),
-    ],
+    ("v", "name"), [(1, "computing"), (2, "keeping"), *(slow(*case) for case in ((1, "keeping"), (2, "computing")))]
 )
 def test_pipeline_sums_with_other_options_equal_the_model(name, v):
     """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
@@ -195,10 +189,7 @@ def test_memory_does_not_grow_with_the_microbatches():
     assert grown <= more - inputs
 
 
-@pytest.mark.parametrize(
-    ("p", "v", "m"),
-    [pytest.param(4, 1, 16, marks=pytest.mark.slow), (4, 2, 16), pytest.param(2, 3, 12, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("p", "v", "m"), [slow(4, 1, 16), (4, 2, 16), slow(2, 3, 12)])
 def test_a_tick_has_two_permutes_and_a_step_one_reduction(p, v, m):
     """The loop runs the documented ticks: v*m + p - 1 forward, and v*p - 1 more for the last backward.
 

@@ -59,9 +59,9 @@ def adamw_of_phase(rate, constants):
     ("name", "options"),
     [
         ("data", {"shard_optimizer_over_data": True}),
-        pytest.param("one", {"skip_nonfinite": True}, marks=pytest.mark.slow),
-        pytest.param("data", {"engine": "multi_steps"}, marks=pytest.mark.slow),
-        pytest.param("data_fsdp_tensor", {}, marks=pytest.mark.slow),
+        toy.slow("one", {"skip_nonfinite": True}),
+        toy.slow("data", {"engine": "multi_steps"}),
+        toy.slow("data_fsdp_tensor", {}),
     ],
 )
 def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options):

@@ -144,7 +144,7 @@ def assert_close(found, expected):
     [
         ([labels, depthwise, convolution], SPECS[3]),
         ([ragged], SPECS[1]),
-        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
+        *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS),
     ],
 )
 def test_an_operation_equals_plain_jit(operations, spec):
@@ -211,10 +211,7 @@ def test_gradients_are_reduced_over_the_replicas_once():
 
 @pytest.mark.parametrize(
     ("operations", "spec"),
-    [
-        ([labels, depthwise, convolution], SPECS[3]),
-        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
-    ],
+    [([labels, depthwise, convolution], SPECS[3]), *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS)],
 )
 def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     """Two stages beside fsdp and tensor, where the stage axis is manual; an operation of the last part, with its gradient."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import TORI, flax_state, history, loss_fn, mesh_of, new_params, plan_for, rows
+from helpers.toy import TORI, flax_state, history, loss_fn, mesh_of, new_params, plan_for, rows, slow
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import rampup
@@ -59,9 +59,6 @@ def is_bad_once(p, b, k):
     return total * jnp.where(jnp.any(b["id"] == 40), np.nan, 1.0), weight, aux
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("mesh_name", "options"),
     [
@@ -69,8 +66,8 @@ SLOW = pytest.mark.slow
         ("data_fsdp_tensor", {}),
         ("data", {"loss": is_bad_once, "skip_nonfinite": True}),
         ("data", {"tx": OPTIMIZERS["adafactor"]}),
-        *(pytest.param("data", {"tx": OPTIMIZERS[name]}, marks=SLOW, id=name) for name in ("sgd", "clipped", "muon")),
-        *(pytest.param(name, {}, marks=SLOW) for name in ("data_tensor", "fsdp")),
+        *(slow("data", {"tx": OPTIMIZERS[name]}, id=name) for name in ("sgd", "clipped", "muon")),
+        *(slow(name, {}) for name in ("data_tensor", "fsdp")),
     ],
 )
 def test_losses_and_parameters_equal_those_of_plain_data_parallelism(mesh_name, options):
@@ -101,7 +98,7 @@ def test_state_of_ones_own_is_prepared_for_it():
         step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
 
 
-@pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k == "ring" else pytest.mark.slow) for k in TORI])
+@pytest.mark.parametrize("name", [k if k == "ring" else slow(k) for k in TORI])
 def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
     """Losses, parameters and each device's part of the moments are those of one reduce-scatter, also after a restart."""
     sides = TORI[name]
@@ -143,9 +140,7 @@ def count(text, name):
     return len(re.findall(rf"= \S+ {name}(-start)?\(", text))
 
 
-@pytest.mark.parametrize(
-    "num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 32]
-)
+@pytest.mark.parametrize("num_microbatches", [1, slow(2), slow(8), 32])
 def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
     """Gradients are reduced once and parameters gathered once per step, however many microbatches it has."""
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]

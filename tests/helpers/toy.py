@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,6 +34,11 @@ TORI = {
     "ring": np.array([[0, 1, 2, 3], [7, 6, 5, 4]]),
     "cube": np.arange(8).reshape(2, 2, 2),
 }
+
+
+def slow(*case, **options):
+    """Return a case of a test that runs on request only."""
+    return pytest.param(*case, marks=pytest.mark.slow, **options)
 
 
 def mesh_of(name):
