@@ -10,6 +10,7 @@ replica or device inside.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -254,16 +255,14 @@ class AccumulatedLoss:
             return self._reduce(jax.tree.map(lambda x: x.reshape(x.shape[n:]), sums), totals, shardings, mesh)
 
         def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
-            own = (params, batch_KR, keys_KR, number, totals)
             mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
-            try:
+            closed = None
+            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
+            with contextlib.suppress(NotImplementedError):
                 closed, shapes = jax.make_jaxpr(mapped_sums, return_shape=True)(*mapped)
-            except NotImplementedError:
-                # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
-                return all_manual(*own)
-            if has_convolutions(closed):
-                # Mapped, the gradient of a kernel is a convolution with a group per replica, which XLA partitions wrongly.
-                return all_manual(*own)
+            # Mapped, the gradient of a kernel is a convolution with a group per replica, which XLA partitions wrongly.
+            if closed is None or has_convolutions(closed):
+                return all_manual(params, batch_KR, keys_KR, number, totals)
             leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
             sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
             return manually(reduce_own, in_specs=(PartitionSpec(*axes.replica), whole))(sums, totals)

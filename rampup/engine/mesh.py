@@ -151,14 +151,11 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         problem = f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
         raise ConfigError(problem, key=key, nearest=(found,))
     within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
-
-    def arrange_slice(group: Sequence[jax.Device]) -> np.ndarray:
-        # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
-        split = devices[0].platform == "tpu"
-        return mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split)
-
+    # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
+    split = devices[0].platform == "tpu"
+    arranged = [mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split) for group in groups]
     # (slices along each axis, devices of a slice along each axis), joined axis by axis.
-    blocks = np.stack([arrange_slice(group) for group in groups]).reshape(*between, *within)
+    blocks = np.stack(arranged).reshape(*between, *within)
     n = len(names)
     order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
     return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])

@@ -351,13 +351,9 @@ class TrainStep:
         """
         layout = layout_of(self._plan, split, row_size(row))
         # As `put_batch` shards them, so that the program takes the batches of a run.
-        sharding = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
-
-        def chunk(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (layout.chunk_size, layout.rows, *np.shape(x))
-            return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
-
-        chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
+        chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
+        chunks = (chunk,) * layout.num_chunks
         count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
         return self._lower_program(self._update.fused, state, chunks, (count, count))
 

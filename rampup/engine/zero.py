@@ -112,10 +112,6 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     in_specs = manual_specs(scattered, mesh, manual)
     out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
 
-    def merge(x: jax.Array, dim: int) -> jax.Array:
-        x = jnp.moveaxis(x, 0, dim)
-        return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
     def gather(params: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
         _, alone, buffers = _routes(leaves, scattered, mesh, axes)
@@ -125,7 +121,8 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
             parts = [leaves[k] for k in members]
             gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
             for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
-                leaves[k] = merge(x, dim)
+                shape = leaves[k].shape
+                leaves[k] = jnp.moveaxis(x, 0, dim).reshape(*shape[:dim], x.shape[0] * shape[dim], *shape[dim + 1 :])
         return jax.tree.unflatten(structure, leaves)
 
     # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
