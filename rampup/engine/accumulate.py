@@ -185,8 +185,8 @@ class AccumulatedLoss:
                 mutable = sums.mutable if has_grads else totals.mutable
                 with jax.named_scope("microbatch"):
                     new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, totals.scale))
-                sums = totals.update(sums, new)
-                return sums._replace(grads=constrain_leaves(sums.grads, shardings))
+                added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
+                return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             with own_constraints(mapped or ()):
                 first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale

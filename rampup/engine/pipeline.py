@@ -262,8 +262,8 @@ def _reduce_all_but_gradients(sums: Sums, totals: Totals, replicas: tuple[str, .
     if sums.noise is None:
         return totals.aggregate(sums, (*replicas, STAGE))
     row = jax.lax.axis_index(replicas) if replicas else 0
-    rows_D = [jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x) for x in sums.noise]
-    reduced = totals.aggregate(sums._replace(noise=NoiseSums(*rows_D)), (*replicas, STAGE))
+    by_replica = NoiseSums(*(jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x) for x in sums.noise))
+    reduced = totals.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
     assert reduced.noise is not None
     squares_nDK = jnp.moveaxis(reduced.noise.squares, 0, -2)
     noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel())

@@ -63,11 +63,6 @@ class Totals:
         """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
         return loss if self.scale is None else accumulator(loss) * self.scale
 
-    def update(self, sums: Sums, new: Sums) -> Sums:
-        """Return the sums over the microbatches so far and a new one."""
-        added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
-        return added._replace(mutable=new.mutable)
-
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
         """Return the sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
         mutable = sums.mutable

@@ -41,7 +41,7 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
 
     def of(leaf: Any) -> NamedSharding:
         sharding: NamedSharding = leaf.sharding
-        if d == 1 or scattered_dimension(sharding.spec, axes.replica) is not None:
+        if d == 1 or is_scattered(sharding, axes):
             return sharding
         entries = [_names(entry, mesh) for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))]
         # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
@@ -59,16 +59,6 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
         return sharding.update(spec=spec)
 
     return jax.tree.map(of, tree)
-
-
-def scattered_dimension(spec: PartitionSpec, replica: tuple[str, ...]) -> int | None:
-    """Return the dimension that is sharded over the replicas, or None.
-
-    Example:
-        >>> scattered_dimension(PartitionSpec(None, ("data", "fsdp")), ("data",))
-        1
-    """
-    return next((k for k, entry in enumerate(spec) if not set(replica).isdisjoint(axis_names(entry))), None)
 
 
 def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
@@ -142,14 +132,14 @@ def _routes(
     whole, alone, by_type = list[int](), dict[int, int](), dict[Any, dict[int, int]]()
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
-        dim = scattered_dimension(sharding.spec, axes.replica)
-        if dim is None:
+        dims = [dim for dim, entry in enumerate(sharding.spec) if not set(axes.replica).isdisjoint(axis_names(entry))]
+        if not dims:
             whole.append(k)
         elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
             # To flatten it into a buffer, the compiler would gather it over those axes.
-            alone[k] = dim
+            alone[k] = dims[0]
         else:
-            by_type.setdefault(leaf.dtype, {})[k] = dim
+            by_type.setdefault(leaf.dtype, {})[k] = dims[0]
     return whole, alone, list(by_type.values())
 
 
