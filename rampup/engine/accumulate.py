@@ -291,12 +291,12 @@ class AccumulatedLoss:
                 groups: dict[tuple[str, ...], list[int]] = {names: []}
                 for index, sharding in enumerate(jax.tree.leaves(shardings) or [None] * len(leaves)):
                     used = axes_of(sharding)
-                    groups.setdefault(tuple(name for name in names if name not in used), []).append(index)
+                    if left := tuple(name for name in names if name not in used):
+                        groups.setdefault(left, []).append(index)
                 # The other sums travel with the gradients that are summed over all axes.
                 reduced = totals.aggregate(sums._replace(grads=[leaves[index] for index in groups[names]]), names)
                 for left, members in groups.items():
-                    parts = [leaves[index] for index in members]
-                    parts = reduced.grads if left == names else jax.lax.psum(parts, left) if left else parts
+                    parts = reduced.grads if left == names else jax.lax.psum([leaves[index] for index in members], left)
                     for index, part in zip(members, parts, strict=True):
                         leaves[index] = part
                 grads = jax.tree.unflatten(structure, leaves)

@@ -45,7 +45,7 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a step adds up besides loss, weight, aux and gradients, with the rules for all of them.
+    """What a step adds up besides loss, weight, aux and gradients, and how all of them are summed over the replicas.
 
     It is a pytree, because its arrays are arguments of the functions that are manual or mapped over the replicas.
 
