@@ -164,8 +164,6 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
 @functools.cache
 def auto_view(mesh: Mesh) -> Mesh:
     """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 

@@ -28,10 +28,7 @@ def device(**stats):
 
 
 def test_program_memory_counts_arrays():
-    """Arguments, outputs and temporaries are counted. An output that aliases an argument is counted once.
-
-    A missing analysis is an error, not a size of zero.
-    """
+    """Arguments, outputs, temporaries; an output that aliases an argument once. A missing analysis is an error, not a zero."""
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)

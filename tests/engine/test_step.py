@@ -105,8 +105,8 @@ def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
 
 def test_prepared_flax_state_compiles_once():
     """A prepared Flax TrainState runs the whole ramp in one executable and counts optimizer steps."""
-    stock = lambda params, tx: LinenTrainState.create(apply_fn=None, params=jax.device_get(params), tx=tx)  # noqa: E731
-    step, state = toy.start("data", schedule="0:16 64:32 200:48", state=stock)
+    params = jax.device_get(toy.new_params(toy.mesh_of("data")))
+    step, state = toy.start("data", schedule="0:16 64:32 200:48", params=params, state=toy.flax_state())
     state, metrics = toy.train(step, state)
     assert isinstance(state, LinenTrainState)
     assert (int(state.step), state.step.dtype, step.num_compilations) == (12, jnp.int32, 1)
@@ -242,7 +242,7 @@ def test_states_of_another_step_are_refused():
         (multi, plain, r"create_state\(params, step.tx, mesh\)"),
         (multi, wrapped.replace(opt_state=inside), "microbatch 1 of step 0"),
         (multi, wrapped.replace(opt_state=ahead), "must be equal"),
-        (fused, LinenTrainState.create(apply_fn=None, params=plain.params, tx=optax.sgd(1.0)), "another tx than the step"),
+        (fused, toy.flax_state()(plain.params, optax.sgd(1.0)), "another tx than the step"),
     ):
         with pytest.raises(ConfigError, match=words):
             step(prepare_state(state, mesh), batch_of_arrays(step))
