@@ -56,14 +56,24 @@ class LearningRate:
         check_step_number(self.plan.total_steps)
 
     @classmethod
-    def from_config(cls, config: Any, plan: RampPlan, **others: Any) -> Self:
-        """Return the schedule that the keys of base.yml and rl.yml describe; `others` are further attributes."""
+    def from_config(
+        cls,
+        config: Any,
+        plan: RampPlan,
+        *,
+        peak: float,
+        decay_fraction: float = 0.1,
+        decay_style: Literal["linear", "cosine"] = "linear",
+    ) -> Self:
+        """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
         return cls(
             plan=plan,
+            peak=peak,
             kind=config.lr_schedule_type,
             warmup_fraction=config.warmup_steps_fraction,
             final_fraction=config.learning_rate_final_fraction,
-            **others,
+            decay_fraction=decay_fraction,
+            decay_style=decay_style,
         )
 
     def __call__(self, count: Any) -> Any:
