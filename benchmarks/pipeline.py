@@ -259,8 +259,10 @@ def rampup_program(
     arguments = (params, *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())))
 
     def step(params: Any, x_KRTE: jax.Array, keys_KR: jax.Array) -> tuple[jax.Array, Layers]:
-        batch = (x_KRTE, keys_KR) if is_gpipe else (x_KRTE, num_microbatches, keys_KR)
-        sums = (gpipe_sums if is_gpipe else pipeline_sums)(loss, params, *batch, mesh=mesh, param_shardings=shardings)
+        if is_gpipe:
+            sums = gpipe_sums(loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings)
+        else:
+            sums = pipeline_sums(loss, params, (x_KRTE, keys_KR), (num_microbatches, 1), Totals(), mesh, shardings)
         return sums.loss, sums.grads
 
     return Program(

@@ -10,9 +10,9 @@ replica or device inside.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ from rampup.engine.mesh import (
     STAGE,
     BatchAxes,
     auto_view,
-    axis_names,
+    axes_of,
     constrain,
     has_convolutions,
     own_constraints,
@@ -135,7 +135,7 @@ class AccumulatedLoss:
             loss_of = jax.value_and_grad(_loss_of(self.loss_fn, differentiates_mean=True), has_aux=True)
             with own_constraints(), jax.named_scope("microbatch"):
                 (_, sums), grads = loss_of(trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale)
-                grads = constrain_leaves(jax.tree.map(accumulator, grads), _of_trained(param_shardings, params))
+                grads = constrain_leaves(jax.tree.map(accumulator, grads), floating(param_shardings, params))
                 return totals.finalize(sums, grads)
         sum_up = self.summation(params, mesh, param_shardings, has_one=has_one)
         sums = sum_up(params, batch_KR, keys_KR, counts[0] * counts[1], totals)
@@ -165,7 +165,7 @@ class AccumulatedLoss:
                 problem = f"`param_shardings` of the loss shard parameters over the replicas ({', '.join(axes.replica)})"
                 raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
         # A function that takes shards takes them as it was made for, however the given ones are sharded.
-        shardings = _of_trained(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
+        shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
         loss_of = _loss_of(self.loss_fn, goes_on=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
@@ -177,15 +177,16 @@ class AccumulatedLoss:
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
                 grads = constrain_leaves(jax.tree.map(accumulator, grads), shardings)
-                sums = totals.measure(sums._replace(grads=grads))
-                return sums._replace(grads=jax.tree.map(lambda g: accumulator(g, self.accumulator_dtype), sums.grads))
+                noise = totals.noise and totals.noise.block(grads, sums.weight, varying=sums.loss)
+                grads = jax.tree.map(lambda g: accumulator(g, self.accumulator_dtype), grads)
+                return sums._replace(grads=grads, noise=noise)
 
             def add(i: jax.Array, sums: Sums) -> Sums:
                 mutable = sums.mutable if has_grads else totals.mutable
                 with jax.named_scope("microbatch"):
                     new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, totals.scale))
-                sums = totals.update(sums, new)
-                return sums._replace(grads=constrain_leaves(sums.grads, shardings))
+                added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
+                return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             with own_constraints(mapped or ()):
                 first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
@@ -193,35 +194,114 @@ class AccumulatedLoss:
                     with jax.named_scope("microbatch"):
                         sums = sums_of(loss_of(*first))
                 else:
+                    # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
+                    shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first))._replace(mutable=None)
+                    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
                     # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-                    zeros = totals.init(jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first)))
                     zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
+                    zeros = zeros._replace(mutable=totals.mutable if has_grads else None)
                     # A while loop in the program: its bound is an argument, so one executable serves every number.
                     sums = jax.lax.fori_loop(0, number, add, zeros)
-            return reduce(sums, totals) if mapped is None else sums
+            return self._reduce(sums, totals, shardings, mesh) if mapped is None else sums
 
-        reduce = functools.partial(self._reduce, shardings=shardings, mesh=mesh)
-        return _per_replica(replica_sums, reduce, mesh, axes, grad_shardings=shardings, param_shardings=self.param_shardings)
+        return self._per_replica(replica_sums, shardings, mesh)
+
+    def _per_replica(self, replica_sums: Callable[..., Sums], shardings: Any, mesh: Mesh) -> Callable[..., Sums]:
+        """Return a function that runs `replica_sums` on the rows of every replica, with the same arguments; see `summation`.
+
+        With `param_shardings` it runs on every device's own rows, and on its own part of the parameters. All reduced sums,
+        except for gradients with `shardings` that split them, must be equal on all replicas.
+        """
+        axes, takes_shards = BatchAxes.of(mesh, self.batch_axes), self.param_shardings is not None
+        if axes.num_replicas(mesh) == 1 and not takes_shards:
+            return replica_sums
+        # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
+        # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes
+        # stay automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler
+        # does well.
+        #
+        # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the
+        # parameters, which do not vary, would then be reduced where it is computed: inside the loop again.
+        manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
+        whole, rows = PartitionSpec(), PartitionSpec(None, axes.rows if takes_shards else axes.replica)
+        param_specs = manual_specs(self.param_shardings, mesh, manual) if takes_shards else whole
+        is_split = takes_shards or is_scattered(shardings, axes)
+        grad_specs = manual_specs(shardings, mesh, manual) if is_split else whole
+        manually = functools.partial(
+            jax.shard_map,
+            mesh=auto_view(mesh),
+            axis_names=manual,
+            out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
+            check_vma=False,
+        )
+        all_manual = manually(with_whole_operands(replica_sums, mesh, manual), in_specs=(param_specs, rows, rows, whole, whole))
+        if takes_shards or not axes.are_mapped(mesh):
+            return all_manual
+        # Where the partitioner cannot do that well (see `are_mapped`), only the reduction is manual. The sums of the replicas
+        # are arrays (*replicas, ...), sharded over the replicas: the memory and the collectives are the same.
+        n, sizes = len(axes.replica), [mesh.shape[name] for name in axes.replica]
+        mapped_sums: Callable[..., Sums] = functools.partial(replica_sums, mapped=axes.replica)
+        for name in reversed(axes.replica):
+            in_axes = (None, 1, 1, None, None)
+            mapped_sums = jax.vmap(mapped_sums, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)
+
+        def by_replica(x_KR: jax.Array) -> jax.Array:
+            """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
+            x = x_KR.reshape(x_KR.shape[0], *sizes, -1, *x_KR.shape[2:])
+            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - n)
+            return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *axes.replica, *others)))
+
+        def reduce_own(sums: Sums, totals: Totals) -> Sums:
+            return self._reduce(jax.tree.map(lambda x: x.reshape(x.shape[n:]), sums), totals, shardings, mesh)
+
+        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
+            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
+            closed = None
+            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
+            with contextlib.suppress(NotImplementedError):
+                closed, shapes = jax.make_jaxpr(mapped_sums, return_shape=True)(*mapped)
+            # Mapped, the gradient of a kernel is a convolution with a group per replica, which XLA partitions wrongly.
+            if closed is None or has_convolutions(closed):
+                return all_manual(params, batch_KR, keys_KR, number, totals)
+            leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
+            sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+            return manually(reduce_own, in_specs=(PartitionSpec(*axes.replica), whole))(sums, totals)
+
+        return run
 
     def _reduce(self, sums: Sums, totals: Totals, shardings: Any, mesh: Mesh) -> Sums:
         """Return the sums over all replicas, in a function that is manual over their axes."""
         axes = BatchAxes.of(mesh, self.batch_axes)
         # The mesh axes over which the sums of the loss function still have to be added up.
         names = axes.replica if self.param_shardings is None else axes.rows
-        if math.prod(mesh.shape[name] for name in names) == 1:
+        names = tuple(name for name in names if mesh.shape[name] > 1)
+        if not names:
             return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
         with jax.named_scope("reduce"):
             # The one collective over the data axis: after the loop, once per optimizer step.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, mesh)
-            if self.param_shardings is not None:
-                reduced = _reduce_shards(sums._replace(grads=grads), totals, shardings, mesh, axes)
-            elif is_scattered(shardings, axes):
+            if is_scattered(shardings, axes):
                 grads = reduce_gradients(grads, shardings, mesh, axes)
-                reduced = totals.aggregate(sums._replace(grads=None), names)._replace(grads=grads)
+                reduced = totals.aggregate(sums._replace(grads=None), names)
             else:
-                reduced = totals.aggregate(sums._replace(grads=grads), names)
+                leaves, structure = jax.tree.flatten(grads)
+                # Axes left to sum over -> the indices of the leaves. One psum for each. A gradient that is sharded along one of
+                # the axes is already the sum over it: a loss that takes shards leaves that with its own reduce-scatters, which
+                # are the derivatives of its gathers.
+                groups: dict[tuple[str, ...], list[int]] = {names: []}
+                for index, sharding in enumerate(jax.tree.leaves(shardings) or [None] * len(leaves)):
+                    used = axes_of(sharding)
+                    if left := tuple(name for name in names if name not in used):
+                        groups.setdefault(left, []).append(index)
+                # The other sums travel with the gradients that are summed over all axes.
+                reduced = totals.aggregate(sums._replace(grads=[leaves[index] for index in groups[names]]), names)
+                for left, members in groups.items():
+                    parts = reduced.grads if left == names else jax.lax.psum([leaves[index] for index in members], left)
+                    for index, part in zip(members, parts, strict=True):
+                        leaves[index] = part
+                grads = jax.tree.unflatten(structure, leaves)
             # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
-            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), reduced.grads, sums.grads)
+            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
             return reduced._replace(grads=constrain_leaves(grads, shardings))
 
 
@@ -289,29 +369,19 @@ def accumulate(
         ConfigError: `num_microbatches` is not a number from 0 to K.
     """
     loss: Any = summable(loss_fn, batch_axes)
-    K = jax.tree.leaves(batch_KR)[0].shape[0]
-
-    def run() -> Sums:
-        has_one = K == 1 and not isinstance(num_microbatches, jax.core.Tracer) and int(num_microbatches) == 1
-        sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
-        return sum_up(params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), Totals(mutable=mutable))
-
-    return sum_first(num_microbatches, K, run)
-
-
-def sum_first(number: Any, K: int, run: Callable[[], Sums]) -> Sums:
-    """Return the sums of `run` over the first `number` microbatches of a buffer of K, or refuse a number that it does not have.
-
-    With a traced one, loss and weight are NaN. Otherwise the last microbatch would be added several times: JAX clamps an index
-    beyond an array.
-    """
-    if isinstance(number, jax.core.Tracer):
-        sums, is_valid = run(), (number >= 0) & (number <= K)
-        return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
-    if not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K:
+    number, K = num_microbatches, jax.tree.leaves(batch_KR)[0].shape[0]
+    is_traced = isinstance(number, jax.core.Tracer)
+    if not is_traced and (not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K):
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
-    return run()
+    has_one = K == 1 and not is_traced and int(number) == 1
+    sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
+    sums: Sums = sum_up(params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), Totals(mutable=mutable))
+    if not is_traced:
+        return sums
+    # JAX clamps an index beyond an array, so the last microbatch would be added several times.
+    is_valid = (number >= 0) & (number <= K)
+    return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
 
 
 def multi_steps(
@@ -372,11 +442,6 @@ def _split_trained(params: Any) -> tuple[Any, Any]:
     if not has_integers(params):
         return params, None
     return floating(params, params), jax.tree.map(lambda p: None if is_floating(p) else p, params)
-
-
-def _of_trained(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters, or None, without the leaves of integers."""
-    return floating(tree, params) if tree is not None and has_integers(params) else tree
 
 
 def _loss_of(loss_fn: LossFn, *, differentiates_mean: bool = False, goes_on: bool = True) -> Callable[..., tuple[Any, Sums]]:
@@ -486,105 +551,6 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
         key="loss_fn",
     )
-
-
-def _per_replica(
-    replica_sums: Callable[..., Sums],
-    reduce: Callable[[Sums, Totals], Sums],
-    mesh: Mesh,
-    axes: BatchAxes,
-    *,
-    grad_shardings: Any = None,
-    param_shardings: Any = None,
-) -> Callable[..., Sums]:
-    """Return a function of (params, batch_KR, keys_KR, number, totals) that runs `replica_sums` on the rows of every replica.
-
-    With `param_shardings` it runs on every device's own rows, and on its own part of the parameters. All results of `reduce`,
-    except for gradients with `grad_shardings` that split them, must be equal on all replicas.
-    """
-    takes_shards = param_shardings is not None
-    if axes.num_replicas(mesh) == 1 and not takes_shards:
-        return replica_sums
-    # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
-    # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay
-    # automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler does well.
-    #
-    # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
-    # which do not vary, would then be reduced where it is computed: inside the loop again.
-    manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
-    whole, rows = PartitionSpec(), PartitionSpec(None, axes.rows if takes_shards else axes.replica)
-    param_specs = manual_specs(param_shardings, mesh, manual) if takes_shards else whole
-    is_split = takes_shards or is_scattered(grad_shardings, axes)
-    grad_specs = manual_specs(grad_shardings, mesh, manual) if is_split else whole
-    manually = functools.partial(
-        jax.shard_map,
-        mesh=auto_view(mesh),
-        axis_names=manual,
-        out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
-        check_vma=False,
-    )
-    all_manual = manually(with_whole_operands(replica_sums, mesh, manual), in_specs=(param_specs, rows, rows, whole, whole))
-    if takes_shards or not axes.are_mapped(mesh):
-        return all_manual
-    # Where the partitioner cannot do that well (see `are_mapped`), only the reduction is manual. The sums of the replicas are
-    # arrays (*replicas, ...), sharded over the replicas: the memory and the collectives are the same.
-    n, sizes = len(axes.replica), [mesh.shape[name] for name in axes.replica]
-    mapped_sums: Callable[..., Sums] = functools.partial(replica_sums, mapped=axes.replica)
-    for name in reversed(axes.replica):
-        in_axes = (None, 1, 1, None, None)
-        mapped_sums = jax.vmap(mapped_sums, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)
-
-    def by_replica(x_KR: jax.Array) -> jax.Array:
-        """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
-        x = x_KR.reshape(x_KR.shape[0], *sizes, -1, *x_KR.shape[2:])
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - n)
-        return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *axes.replica, *others)))
-
-    def reduce_own(sums: Sums, totals: Totals) -> Sums:
-        return reduce(jax.tree.map(lambda x: x.reshape(x.shape[n:]), sums), totals)
-
-    def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
-        own = (params, batch_KR, keys_KR, number, totals)
-        mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
-        try:
-            closed, shapes = jax.make_jaxpr(mapped_sums, return_shape=True)(*mapped)
-        except NotImplementedError:
-            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
-            return all_manual(*own)
-        if has_convolutions(closed):
-            # Mapped, the gradient of a kernel is a convolution with a group per replica, which XLA partitions wrongly.
-            return all_manual(*own)
-        leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
-        sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-        return manually(reduce_own, in_specs=(PartitionSpec(*axes.replica), whole))(sums, totals)
-
-    return run
-
-
-def _reduce_shards(sums: Sums, totals: Totals, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Sums:
-    """Add up gradients and the other sums over all devices that have rows.
-
-    A gradient that is sharded along one of the axes is already the sum over it: the loss function's own reduce-scatters, which
-    are the derivatives of its gathers, leave that.
-    """
-    leaves, structure = jax.tree.flatten(sums.grads)
-    rows = tuple(name for name in axes.rows if mesh.shape[name] > 1)
-    # Axes left to sum over -> the indices of the leaves. One psum for each.
-    groups: dict[tuple[str, ...], list[int]] = {rows: []}
-    for index, sharding in enumerate(jax.tree.leaves(shardings)):
-        used = {name for entry in sharding.spec for name in axis_names(entry)}
-        groups.setdefault(tuple(name for name in rows if name not in used), []).append(index)
-    for names, members in groups.items():
-        parts = [leaves[index] for index in members]
-        if names == rows:
-            # The other sums travel with the gradients that are summed over all axes.
-            sums = totals.aggregate(sums._replace(grads=parts), rows)
-            parts = sums.grads
-        elif names:
-            parts = jax.lax.psum(parts, names)
-        for index, part in zip(members, parts, strict=True):
-            leaves[index] = part
-    return sums._replace(grads=jax.tree.unflatten(structure, leaves))
 
 
 def take(tree: Any, i: Any) -> Any:

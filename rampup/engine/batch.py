@@ -129,7 +129,7 @@ def put_batch(
     sharding, K = batch_sharding(mesh, leading=1, axes=batch_axes), layout.chunk_size
     try:
         firsts = range(0, len(arrays[0]), K)
-        chunks = [[_global_array(_padded(x[first : first + K], K), layout.rows, sharding) for x in arrays] for first in firsts]
+        chunks = [[_global_array(x[first : first + K], layout, sharding) for x in arrays] for first in firsts]
     except Exception as error:
         # Found only now: to look at every array of every step would take time.
         paths = [path for path, x in jax.tree.leaves_with_path(batch_nR) if np.asarray(x).dtype.kind in "OSUMm"]
@@ -141,17 +141,12 @@ def put_batch(
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
 
 
-def _padded(x_KR: np.ndarray, K: int) -> np.ndarray:
-    """Return an array with K microbatches. Only the last chunk can be short, and the step's loop ends before the zeros."""
-    if len(x_KR) == K:
-        return x_KR
-    padded = np.zeros((K, *x_KR.shape[1:]), x_KR.dtype)
-    padded[: len(x_KR)] = x_KR
-    return padded
-
-
-def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
-    """Return the global array (K, R, ...) of which this process has the rows `part_KR` (K, local rows, ...)."""
+def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:
+    """Return the global array (K, R, ...) of which this process has the rows `part_KR` (at most K, local rows, ...)."""
+    missing, num_rows = layout.chunk_size - len(part_KR), layout.rows
+    if missing:
+        # Only the last chunk can be short, and the step's loop ends before the zeros.
+        part_KR = np.concatenate([part_KR, np.zeros((missing, *part_KR.shape[1:]), part_KR.dtype)])
     # Not by `jax.device_put`, which takes two to three times as long for a small array.
     if part_KR.shape[1] == num_rows:
         return jax.make_array_from_callback(part_KR.shape, sharding, part_KR.__getitem__)

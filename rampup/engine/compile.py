@@ -66,7 +66,7 @@ class Compiler:
 
     def compile_async(self, key: Hashable, lower: Lower) -> None:
         """Lower and compile a program in the background, after those requested earlier. Errors are raised by `get`."""
-        if self.is_known(key):
+        if key in self._programs or key in self._pending:
             return
         # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
         x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
@@ -93,10 +93,6 @@ class Compiler:
     def is_ready(self, key: Hashable) -> bool:
         """Return whether `get` would return without waiting."""
         return key in self._programs or (key in self._pending and self._pending[key].done())
-
-    def is_known(self, key: Hashable) -> bool:
-        """Return whether a program is compiled or pending."""
-        return key in self._programs or key in self._pending
 
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""

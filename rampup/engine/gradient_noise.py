@@ -22,7 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.batch_size.noise_scale import noise_trace
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axes_of, axis_names, constrain
 
 # Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
 _EPS = 1e-8
@@ -61,7 +61,7 @@ class NoiseMeter:
     @classmethod
     def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None, moments: Any = None) -> NoiseMeter:
         """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
-        used = _axes_of(shardings)
+        used = axes_of(shardings)
         outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
         axes = tuple(str(name) for name, size in mesh.shape.items() if size > 1 and name in used and name not in outside)
         return cls(shardings=tuple(jax.tree.leaves(shardings)), axes=axes, mesh=mesh, moments=moments)
@@ -105,7 +105,7 @@ class NoiseMeter:
         With fewer than two blocks they are NaN.
         """
         moments = self.moments
-        used = _axes_of(self.shardings)
+        used = axes_of(self.shardings)
         axes = tuple(str(name) for name, size in self.mesh.shape.items() if size > 1 and name in used)
         # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
         # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
@@ -157,9 +157,7 @@ class NoiseMeter:
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array (*shards)."""
         # Every sharded dimension is split into its shards and the rest. The sum over the rest is local to each shard.
-        shape: list[int] = []
-        names: list[str] = []
-        rest: list[int] = []
+        shape, names, rest = list[int](), list[str](), list[int]()
         for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
             own = [name for name in axis_names(entry) if name in self.axes]
             names += own
@@ -187,8 +185,3 @@ def second_moments(opt_state: Any, params: Any) -> Any:
     found = [state.nu for state in states if hasattr(state, "nu")]
     # A part of the parameters, as with `optax.masked`, has another structure.
     return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None
-
-
-def _axes_of(shardings: Any) -> set[str]:
-    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
-    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -152,14 +151,11 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         problem = f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
         raise ConfigError(problem, key=key, nearest=(found,))
     within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
-
-    def arrange_slice(group: Sequence[jax.Device]) -> np.ndarray:
-        # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
-        split = devices[0].platform == "tpu"
-        return mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split)
-
+    # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
+    split = devices[0].platform == "tpu"
+    arranged = [mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split) for group in groups]
     # (slices along each axis, devices of a slice along each axis), joined axis by axis.
-    blocks = np.stack([arrange_slice(group) for group in groups]).reshape(*between, *within)
+    blocks = np.stack(arranged).reshape(*between, *within)
     n = len(names)
     order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
     return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])
@@ -168,8 +164,6 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
 @functools.cache
 def auto_view(mesh: Mesh) -> Mesh:
     """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
-    if all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -207,39 +201,25 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             return sharding
         if sharding is None or sharding.is_fully_replicated:
             return replicated(mesh)
-        own = _on_mesh(sharding, mesh, leaf.ndim)
-        if own is None:
-            problem = (
-                f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
-            )
-            raise ConfigError(f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}")
-        return own
+        if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
+            # Meshes in the same order of devices: each axis of the other mesh is one axis of this mesh, or several in a row.
+            own = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
+            groups: dict[Any, tuple[str, ...]] = {}
+            for name, size in sharding.mesh.shape.items():
+                names: tuple[str, ...] = ()
+                product = 1
+                while own and product < size:
+                    product, names = product * own[0][1], (*names, own.pop(0)[0])
+                groups[name] = names
+            entries = [tuple(own for name in axis_names(entry) for own in groups[name]) or None for entry in sharding.spec]
+            found = NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+            # Grouping by sizes can go wrong if the meshes order their devices differently, so the result is compared.
+            if found.is_equivalent_to(sharding, leaf.ndim):
+                return found
+        problem = f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
+        raise ConfigError(f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}")
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
-
-
-def _on_mesh(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
-    """Return an equivalent sharding in the axes of `mesh`, or None."""
-    if not isinstance(sharding, NamedSharding):
-        return None
-    # Meshes in the same order of devices: each axis of the other mesh is one axis of this mesh, or several in a row.
-    own = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
-    groups: dict[Any, tuple[str, ...]] = {}
-    for name, size in sharding.mesh.shape.items():
-        names: tuple[str, ...] = ()
-        product = 1
-        while own and product < size:
-            product, names = product * own[0][1], (*names, own.pop(0)[0])
-        groups[name] = names
-
-    def axes_of(entry: Any) -> Any:
-        return tuple(itertools.chain.from_iterable(groups[name] for name in axis_names(entry))) or None
-
-    if any(entry is PartitionSpec.UNCONSTRAINED for entry in sharding.spec):
-        return None
-    # Grouping by sizes can go wrong if the meshes order their devices differently, so the result is compared.
-    found = NamedSharding(mesh, PartitionSpec(*map(axes_of, sharding.spec)), memory_kind=sharding.memory_kind)
-    return found if found.is_equivalent_to(sharding, ndim) else None
 
 
 def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -> None:
@@ -256,14 +236,14 @@ def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -
             raise ConfigError(f"{problem}; {fix}", key=key, nearest=(has,))
 
 
-def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def constrain(x: jax.Array, sharding: Any) -> jax.Array:
     """Constrain the sharding of an array, also inside a function that is manual over some axes, which are left out."""
     kept = without_manual_axes(sharding)
     if kept is None:
         return x
     # Inside such a function, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
     try:
-        return _with_sharding_constraint(x, kept.spec)
+        return _with_sharding_constraint(x, getattr(kept, "spec", kept))
     except RuntimeError:
         return _with_sharding_constraint(x, kept)
 
@@ -300,6 +280,11 @@ def axis_names(entry: Any) -> tuple[str, ...]:
         (('data',), ('data', 'fsdp'), ())
     """
     return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+
+
+def axes_of(shardings: Any) -> set[str]:
+    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
+    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}
 
 
 def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
@@ -355,18 +340,12 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
     if not getattr(_patch, "active", False):
         return _with_sharding_constraint(x, shardings)
 
-    def constrain_leaf(sharding: Any, part: Any) -> Any:
-        def one(leaf: Any) -> Any:
-            if isinstance(sharding, NamedSharding):
-                return constrain(leaf, sharding)
-            kept = without_manual_axes(sharding)
-            return leaf if kept is None else _with_sharding_constraint(leaf, kept)
-
-        return jax.tree.map(one, part)
+    def constrain_part(sharding: Any, part: Any) -> Any:
+        return jax.tree.map(lambda leaf: constrain(leaf, sharding), part)
 
     # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are leaves.
     is_leaf: Callable[[Any], bool] = lambda leaf: leaf is None or isinstance(leaf, PartitionSpec)  # noqa: E731
-    return jax.tree.map(constrain_leaf, shardings, x, is_leaf=is_leaf)
+    return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
 
 
 @functools.cache

@@ -90,8 +90,7 @@ def device_limit(device: jax.Device) -> int | None:
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Return the largest peak memory of the devices so far in bytes, or None if they do not report it."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) if known else None
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:

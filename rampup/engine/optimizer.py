@@ -13,6 +13,7 @@ import optax
 
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
+from rampup.engine.totals import accumulator
 from rampup.errors import choice_error
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
@@ -270,16 +271,8 @@ def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: An
         return tx
 
     def convert(state: Any, mu: Callable[[Any], Any], nu: Callable[[Any], Any]) -> Any:
-        def one(part: Any) -> Any:
-            return part._replace(mu=jax.tree.map(mu, part.mu), nu=jax.tree.map(nu, part.nu)) if is_adam(part) else part
-
-        return jax.tree.map(one, state, is_leaf=is_adam)
-
-    def is_adam(part: Any) -> bool:
-        return isinstance(part, optax.ScaleByAdamState)
-
-    def wide(x: Any) -> Any:
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        moments, *others = state
+        return moments._replace(mu=jax.tree.map(mu, moments.mu), nu=jax.tree.map(nu, moments.nu)), *others
 
     def cast_to(dtype: Any) -> Callable[[Any], Any]:
         return lambda x: x if dtype is None else x.astype(dtype)
@@ -289,7 +282,7 @@ def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: An
 
     # Only what is kept between steps is rounded; the update itself reads float32 moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = tx.update(jax.tree.map(wide, grads), convert(state, wide, wide), params)
+        updates, new = tx.update(jax.tree.map(accumulator, grads), convert(state, accumulator, accumulator), params)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
 
     return optax.GradientTransformation(init, update)

@@ -60,7 +60,6 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +71,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.engine.accumulate import Counts, check_aux, constrain_leaves, signature_problem, sum_first, take
+from rampup.engine.accumulate import Counts, check_aux, constrain_leaves, signature_problem, take
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, own_constraints, with_whole_operands
 from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
@@ -131,56 +130,38 @@ class PipelinedLoss:
         self, params: Params, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        sums = _sum_passes(self, params, (batch_KR, keys_KR), counts, totals, mesh, param_shardings)
+        sums = pipeline_sums(self, params, (batch_KR, keys_KR), counts, totals, mesh, param_shardings)
         return totals.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
         self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        return _sum_passes(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Totals(mutable=mutable), mesh)
+        return pipeline_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Totals(mutable=mutable), mesh)
 
 
 def pipeline_sums(
     loss: PipelinedLoss,
     params: Params,
-    batch_KR: Any,
-    num_microbatches: jax.Array | int,
-    keys_KR: jax.Array,
-    *,
-    mesh: Mesh,
-    param_shardings: Any = None,
-    num_passes: jax.Array | int = 1,
-) -> Sums:
-    """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
-
-    The first num_passes * num_microbatches of the buffer's K are used. If that is a traced number of more than K, loss and
-    weight are NaN. `layers` of the parameters are sharded over the stage axis, and rows over the data and fsdp axes. Gradients
-    take `param_shardings`; None = forward only, without gradients.
-
-    Raises:
-        ConfigError: the buffer has fewer microbatches.
-        PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
-    """
-    args = loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), Totals(), mesh, param_shardings
-    return sum_first(num_microbatches * num_passes, keys_KR.shape[0], functools.partial(_sum_passes, *args))
-
-
-def _sum_passes(
-    loss: PipelinedLoss,
-    params: Params,
     rows: tuple[Any, jax.Array],
-    counts: tuple[Any, Any],
+    counts: tuple[jax.Array | int, jax.Array | int],
     totals: Totals,
     mesh: Mesh,
     param_shardings: Any = None,
 ) -> Sums:
-    """Return the sums over all passes; see `pipeline_sums`."""
+    """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
+
+    `rows` are the batch and its keys, sharded over the data and fsdp axes, in a buffer of K microbatches. `counts` are the
+    microbatches of a pass and the passes, whose product is at most K. `layers` of the parameters are sharded over the stage
+    axis. Gradients take `param_shardings`; None = forward only, without gradients.
+
+    Raises:
+        ConfigError: the state has `mutable`.
+        PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
+    """
     if totals.mutable is not None:
         raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
-    check_shapes(loss, params, *rows, mesh)
-    if totals.noise is not None:
-        _check_noise(loss, params, *rows)
+    check_shapes(loss, params, *rows, mesh, measures_noise=totals.noise is not None)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, totals: Totals) -> Sums:
         stage = Stage(loss, layers, shared, rows, mesh, totals, param_shardings)
@@ -240,7 +221,7 @@ def run_on_stages(
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
             # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
-            reduced = _reduce_all_but_gradients(sums._replace(grads=None), replicas, axes.num_replicas(mesh))
+            reduced = _reduce_all_but_gradients(sums, totals, replicas, axes.num_replicas(mesh))
             if param_shardings is None:
                 return reduced
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
@@ -270,26 +251,23 @@ def run_on_stages(
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
 
 
-def _reduce_all_but_gradients(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+def _reduce_all_but_gradients(sums: Sums, totals: Totals, replicas: tuple[str, ...], num_replicas: int) -> Sums:
     """Add up everything but the gradients over replicas and stages, in one round of collectives.
 
     The noise is a sum over microbatches of |gradient|^2 / weight. The squares of a microbatch are spread over the stages, and
     its weight is known on the last one, so the quotient cannot be formed before the reduction: every replica puts its
     microbatches into rows of its own, all rows are reduced with the loss, and every device divides.
     """
+    sums = sums._replace(grads=None)
     if sums.noise is None:
-        return jax.lax.psum(sums, (*replicas, STAGE))
-    squares_nK, weights_K = sums.noise
+        return totals.aggregate(sums, (*replicas, STAGE))
     row = jax.lax.axis_index(replicas) if replicas else 0
-    squares_DnK = jnp.zeros((num_replicas, *squares_nK.shape), squares_nK.dtype).at[row].set(squares_nK)
-    weights_DK = jnp.zeros((num_replicas, *weights_K.shape), weights_K.dtype).at[row].set(weights_K)
-    # Loss, weight and weights travel as one array, so there are no more reductions than without the noise.
-    scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), weights_DK.ravel()])
-    rest = sums._replace(loss=None, weight=None, noise=squares_DnK)
-    scalars, rest = jax.lax.psum((scalars, rest), (*replicas, STAGE))
-    squares_nDK = jnp.moveaxis(rest.noise, 0, -2)
-    noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), scalars[2:])
-    return rest._replace(loss=scalars[0].astype(sums.loss.dtype), weight=scalars[1].astype(sums.weight.dtype), noise=noise)
+    by_replica = NoiseSums(*(jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x) for x in sums.noise))
+    reduced = totals.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
+    assert reduced.noise is not None
+    squares_nDK = jnp.moveaxis(reduced.noise.squares, 0, -2)
+    noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel())
+    return reduced._replace(noise=noise)
 
 
 class Stage:
@@ -348,69 +326,67 @@ class Stage:
         x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
         ring = None
         if self.with_grads:
-            kept = jax.eval_shape(lambda: self._forward_chunk(take(self.chunks, 0), x, 0, 0)[1])
+            kept = jax.eval_shape(lambda: self._forward_chunk(x, 0, 0)[1])
             stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
             ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
-        tick = functools.partial(self._tick, functools.partial(self._unit, start, m), forward_ticks)
+
+        def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
+            group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
+            k, turn = group * self.p + rest % self.p, rest // self.p
+            is_real = (unit >= 0) & (k < m)
+            return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+
+        def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
+            """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
+            with jax.named_scope("forward_tick"):
+                unit = t - self.s
+                is_real, k, r = unit_of(unit)
+                x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+                is_last = (self.s == self.p - 1) & (r == self.v - 1)
+                # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very
+                # tick, so its forward is left to it, and y is the chunk's input.
+                runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
+                # If it does not run, x and slot 0 take the place of the results, for their shapes.
+                y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r), (x, take(ring[1], 0)))
+                slot = unit % self.ring_size
+                return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
+
+        def backward(t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the one to send.
+
+            y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It
+            is used there only, and only with a remat policy.
+            """
+            with jax.named_scope("backward_tick"):
+                unit = t - self.lag - (self.p - 1 - self.s)
+                is_real, k, turn = unit_of(unit)
+                r = self.v - 1 - turn
+                stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
+                return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))
+
+        def tick(t: jax.Array, carry: Any) -> Any:
+            """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+            sums, ring, x, gradient = carry
+            if not self.with_grads:
+                with jax.named_scope("evaluation_tick"):
+                    is_real, k, r = unit_of(t - self.s)
+                    x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x)
+                    y = self._if(is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x)
+                    is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
+                    sums = self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
+                return sums, ring, self._send(y, 1), gradient
+            y, ring = self._if_any_stage(t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring))
+            sums, gradient = self._if_any_stage(
+                t >= self.lag, lambda: backward(t, y, ring, gradient, sums), otherwise=(sums, gradient)
+            )
+            # The only communication of a tick: two permutes around the ring of stages, by all of them.
+            return sums, ring, self._send(y, 1), self._send(gradient, -1)
+
         num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
         return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
-    def _tick(self, unit_of: Callable[..., Any], forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
-        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
-        sums, ring, x, gradient = carry
-        if not self.with_grads:
-            with jax.named_scope("evaluation_tick"):
-                is_real, k, r = unit_of(t - self.s)
-                x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x)
-                y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
-                is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-                sums = self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
-            return sums, ring, self._send(y, 1), gradient
-        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(unit_of, t, x, ring), otherwise=(x, ring))
-        sums, gradient = self._if_any_stage(
-            t >= self.lag, lambda: self._backward_tick(unit_of, t, y, ring, gradient, sums), otherwise=(sums, gradient)
-        )
-        # The only communication of a tick: two permutes around the ring of stages, by all of them.
-        return sums, ring, self._send(y, 1), self._send(gradient, -1)
-
-    def _forward_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
-        """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
-        with jax.named_scope("forward_tick"):
-            unit = t - self.s
-            is_real, k, r = unit_of(unit)
-            x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
-            is_last = (self.s == self.p - 1) & (r == self.v - 1)
-            # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very tick, so
-            # its forward is left to it, and y is the chunk's input.
-            runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
-            # If it does not run, x and slot 0 take the place of the results, for their shapes.
-            y, kept = self._if(runs, lambda: self._forward_chunk(take(self.chunks, r), x, k, r), (x, take(ring[1], 0)))
-            slot = unit % self.ring_size
-            return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
-
-    def _backward_tick(
-        self, unit_of: Callable[..., Any], t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
-    ) -> tuple[Sums, Any]:
-        """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the gradient to send.
-
-        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It is
-        used there only, and only with a remat policy.
-        """
-        with jax.named_scope("backward_tick"):
-            unit = t - self.lag - (self.p - 1 - self.s)
-            is_real, k, turn = unit_of(unit)
-            r = self.v - 1 - turn
-            stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-            return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))
-
-    def _unit(self, start: Any, m: Any, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
-        group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
-        k, turn = group * self.p + rest % self.p, rest // self.p
-        is_real = (unit >= 0) & (k < m)
-        return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
-
-    def _forward_chunk(self, chunk: Any, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
+    def _forward_chunk(self, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
         """Return a chunk's output, and the values that its backward needs in addition to its input.
 
         A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
@@ -420,24 +396,28 @@ class Stage:
         does before it traces the backward. Later traces have the same structure: otherwise `kept` would not fit into the ring
         buffer.
         """
+        inputs = self._inputs(x, k, r)
         if self.loss.remat_policy is None:
-            return self._stage(chunk, x, k, r), []
-        inputs = (chunk, x, self._microbatch(k), self._first_layer(r))
+            return self.loss.stage(*inputs), []
         y, pullback = self._vjp_chunk(*inputs)
         leaves, self._pullback_structure = jax.tree.flatten(pullback)
         known = jax.tree.leaves(inputs)
         self._pullback_inputs = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
         return y, [leaf for leaf, index in zip(leaves, self._pullback_inputs, strict=True) if index is None]
 
-    def _vjp_chunk(self, chunk: Any, x: Any, microbatch: Any, first_layer: Any) -> tuple[Any, Any]:
+    def _inputs(self, x: Any, k: Any, r: Any) -> tuple[Any, ...]:
+        """Return the arguments of `PipelinedLoss.stage` for microbatch k in chunk r."""
+        return take(self.chunks, r), x, *self._microbatch(k), (r * self.p + self.s) * self.chunk_size
+
+    def _vjp_chunk(self, chunk: Any, x: Any, *others: Any) -> tuple[Any, Any]:
         policy = self.loss.remat_policy
         stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
-        return jax.vjp(lambda chunk, x: stage(chunk, x, *microbatch, first_layer), chunk, x)
+        return jax.vjp(lambda chunk, x: stage(chunk, x, *others), chunk, x)
 
     def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
         """Add the gradients of one unit to the sums; return the gradient of its input."""
         x, kept = stash
-        inputs = (take(self.chunks, r), x, self._microbatch(k), self._first_layer(r))
+        inputs = self._inputs(x, k, r)
         if self.loss.remat_policy is None:
             y, pullback = self._vjp_chunk(*inputs)
         else:
@@ -490,14 +470,8 @@ class Stage:
     def _first(self, k: Any) -> Any:
         return self.loss.first(self.shared, *self._microbatch(k))
 
-    def _stage(self, chunk: Any, x: Any, k: Any, r: Any) -> Any:
-        return self.loss.stage(chunk, x, *self._microbatch(k), self._first_layer(r))
-
     def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
         return self.loss.last(self.shared, y, *self._microbatch(k))
-
-    def _first_layer(self, r: Any) -> Any:
-        return (r * self.p + self.s) * self.chunk_size
 
     def _microbatch(self, k: Any) -> tuple[Any, Any]:
         return take((self.batch_KR, self.keys_KR), k)
@@ -533,30 +507,17 @@ def _add_gradient(total: Any, gradient: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradient)
 
 
-def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array) -> None:
-    """Refuse parameters that both the first and the last part use: the two parts of their gradient are on different stages."""
-    shared = _without_layers(params)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
-    number, used = len(jax.tree.leaves(shared)), []
-    x = jax.eval_shape(loss.first, shared, *rows)
-    for part, args in ((loss.first, (shared, *rows)), (loss.last, (shared, x, *rows))):
-        jaxpr = jax.make_jaxpr(part)(*args).jaxpr
-        used.append(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:number])
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(shared)]
-    both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
-    if both:
-        problem, key = f"the first and the last part of the pipeline share {', '.join(both)}", "measure_gradient_noise"
-        why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
-        fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
-        raise PipelineShapeError(f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,))
-
-
 def _without_layers(params: Params) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != LAYERS}
 
 
-def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
-    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
+def check_shapes(
+    loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh, *, measures_noise: bool = False
+) -> None:
+    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled.
+
+    With `measures_noise`, refuse parameters that both the first and the last part use.
+    """
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
         raise PipelineShapeError(f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh")
@@ -587,7 +548,8 @@ def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
             raise ConfigError(f"`{part}` of the PipelinedLoss must take {names}: {problem}", key="loss_fn")
     batch_R, keys_R = rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype), params[LAYERS])
-    x = jax.eval_shape(loss.first, _without_layers(params), batch_R, keys_R)
+    shared = _without_layers(params)
+    x = jax.eval_shape(loss.first, shared, batch_R, keys_R)
     y = jax.eval_shape(loss.stage, chunk, x, batch_R, keys_R, 0)
     before, after = (jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree) for tree in (x, y))
     if before != after:
@@ -601,7 +563,20 @@ def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
         raise PipelineShapeError(f"{problem}; {fix}")
 
     def aux_of(rows: Any) -> Any:
-        shared = _without_layers(params)
         return loss.last(shared, loss.first(shared, *rows), *rows)[2]
 
     check_aux(jax.eval_shape(aux_of, rows), aux_of, rows)
+    if not measures_noise:
+        return
+    # The two parts of the gradient of a parameter that both parts use are on different stages.
+    leaves, used = jax.tree.leaves_with_path(shared), []
+    for function, args in ((loss.first, (shared, *rows)), (loss.last, (shared, x, *rows))):
+        jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+        used.append(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][: len(leaves)])
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
+    if both:
+        problem, key = f"the first and the last part of the pipeline share {', '.join(both)}", "measure_gradient_noise"
+        why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
+        fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
+        raise PipelineShapeError(f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,))

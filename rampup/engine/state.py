@@ -177,14 +177,11 @@ def _carried_field(state: Any) -> str | None:
 
 def shardings_of(state: Any) -> Any:
     """Return the shardings of a state's leaves. Leaves that are no JAX arrays are refused."""
-
-    def of(path: Any, leaf: Any) -> Any:
+    for path, leaf in jax.tree.leaves_with_path(state):
         if not hasattr(leaf, "sharding"):
             name = jax.tree_util.keystr(path)
             raise ConfigError(f"state{name} is {a_type(leaf)}; place the state with rampup.prepare_state(state, mesh)")
-        return leaf.sharding
-
-    return jax.tree.map_with_path(of, state)
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def check_state(state: Any) -> None:

@@ -179,8 +179,10 @@ class TrainStep:
         self._requested_in: int | None = None
         # The chunk of zeros of each layout, on the devices.
         self._padding: dict[BufferLayout, Any] = {}
-        # The numbers of microbatches and passes of each split, on the devices.
-        self._counts_of: dict[BatchSplit, tuple[jax.Array, ...]] = {}
+        # A number of microbatches or passes, on the devices: it would be copied to each in every step.
+        self._on_devices = functools.cache(
+            lambda number: jax.make_array_from_callback((), replicated(update.mesh), lambda _: np.int32(number))
+        )
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -218,7 +220,9 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._is_fused:
-            args = self._padded(batch), self._counts(batch.position.split)
+            split = batch.position.split
+            counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
+            args = self._padded(batch), counts
             program = self._program(batch, self._update.fused, state, *args)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
             self._compile_next_phases(batch, state)
@@ -347,13 +351,9 @@ class TrainStep:
         """
         layout = layout_of(self._plan, split, row_size(row))
         # As `put_batch` shards them, so that the program takes the batches of a run.
-        sharding = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
-
-        def chunk(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (layout.chunk_size, layout.rows, *np.shape(x))
-            return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
-
-        chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
+        array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
+        chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
+        chunks = (chunk,) * layout.num_chunks
         count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
         return self._lower_program(self._update.fused, state, chunks, (count, count))
 
@@ -424,20 +424,6 @@ class TrainStep:
             if difference := _difference(expected, state.opt_state):
                 problem = f"`opt_state` is not that of the step's optimizer: {difference}"
                 raise ConfigError(f"{problem}; {fix}", key="tx")
-        self._check_shardings(state)
-        if not self._is_fused:
-            if getattr(state, "dynamic_scale", None) is not None:
-                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
-                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
-            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
-            if place != (done, 0):
-                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
-                rule = "`step` and `opt_state.gradient_step` must be equal"
-                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
-        return int(state.step)
-
-    def _check_shardings(self, state: Any) -> None:
-        """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
         shardings = shardings_of(state)
         for path, sharding in jax.tree.leaves_with_path(shardings):
             if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
@@ -446,8 +432,6 @@ class TrainStep:
         axes = BatchAxes.of(self._mesh, self._batch_axes)
         # An axis of one device shards nothing, even if a sharding names it.
         axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-        if not axes.replica:
-            return
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
         if is_scattered(shardings.params, axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
@@ -458,6 +442,16 @@ class TrainStep:
             problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
             problem = f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model"
             raise ConfigError(problem, key=key)
+        if not self._is_fused:
+            if getattr(state, "dynamic_scale", None) is not None:
+                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
+                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
+            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
+            if place != (done, 0):
+                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
+                rule = "`step` and `opt_state.gradient_step` must be equal"
+                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
+        return int(state.step)
 
     def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
         """Return the program for a batch, compiled if it is not yet."""
@@ -489,12 +483,10 @@ class TrainStep:
         # This phase too: it may run in the shape of an earlier one.
         phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
-        unknown = {rows: split for split in splits if not self._compiler.is_known(rows := _rows(split))}
-        if unknown:
-            # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-            for rows, split in unknown.items():
-                self._compiler.compile_async(rows, functools.partial(self.lower, shapes, batch.row, split))
+        # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        for split in splits:
+            self._compiler.compile_async(_rows(split), functools.partial(self.lower, shapes, batch.row, split))
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
         """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated.
@@ -507,20 +499,10 @@ class TrainStep:
             shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
             return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
 
-        padding = self._padding.get(batch.layout)
-        if padding is None:
+        if batch.layout not in self._padding:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
-            padding = self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
-        return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
-
-    def _counts(self, split: BatchSplit) -> tuple[jax.Array, ...]:
-        """Return the microbatches of a pass, and the passes, on the devices: numbers would be copied to each in every step."""
-        counts = self._counts_of.get(split)
-        if counts is None:
-            numbers, whole = (split.num_pipeline_microbatches, split.accumulation_steps), replicated(self._mesh)
-            made = (jax.make_array_from_callback((), whole, lambda _, n=n: np.int32(n)) for n in numbers)
-            counts = self._counts_of[split] = tuple(made)
-        return counts
+            self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
+        return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
 
 
 def _reader(name: str) -> Callable[..., Iterator[Batch]]:

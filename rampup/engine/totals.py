@@ -45,7 +45,7 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a step adds up besides loss, weight, aux and gradients, with the rules for all of them.
+    """What a step adds up besides loss, weight, aux and gradients, and how all of them are summed over the replicas.
 
     It is a pytree, because its arrays are arguments of the functions that are manual or mapped over the replicas.
 
@@ -63,20 +63,6 @@ class Totals:
         """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
         return loss if self.scale is None else accumulator(loss) * self.scale
 
-    def init(self, shapes: Sums) -> Sums:
-        """Return the sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried."""
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
-        return zeros if shapes.mutable is None else zeros._replace(mutable=self.mutable)
-
-    def measure(self, new: Sums) -> Sums:
-        """Return the sums over one microbatch with the squares of its gradients, if they are measured."""
-        return new if self.noise is None else new._replace(noise=self.noise.block(new.grads, new.weight, varying=new.loss))
-
-    def update(self, sums: Sums, new: Sums) -> Sums:
-        """Return the sums over the microbatches so far and a new one."""
-        added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
-        return added._replace(mutable=new.mutable)
-
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
         """Return the sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
         mutable = sums.mutable
@@ -85,14 +71,15 @@ class Totals:
         sums = sums._replace(mutable=None)
         if sums.noise is None:
             return jax.lax.psum(sums, names)._replace(mutable=mutable)
-        # Loss, weight and number of blocks travel as one array, so there are no more reductions than without the noise.
-        scalars = jnp.stack([sums.loss, sums.weight, sums.noise.blocks])
+        # Loss, weight and blocks travel as one array, so there are no more reductions than without the noise.
+        blocks = sums.noise.blocks
+        scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), blocks.ravel()])
         scalars, rest = jax.lax.psum((scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)), names)
         return rest._replace(
             loss=scalars[0].astype(sums.loss.dtype),
             weight=scalars[1].astype(sums.weight.dtype),
             mutable=mutable,
-            noise=NoiseSums(rest.noise, scalars[2].astype(sums.noise.blocks.dtype)),
+            noise=NoiseSums(rest.noise, scalars[2:].reshape(blocks.shape).astype(blocks.dtype)),
         )
 
     def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
@@ -166,8 +153,8 @@ def has_integers(params: Any) -> bool:
 
 
 def floating(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters with None in the place of integers."""
-    return jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+    """Return a tree like the parameters, or None, with None in the place of integers."""
+    return None if tree is None else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
 
 
 def fill(tree: Any, values: Any) -> Any:

@@ -59,7 +59,7 @@ class Update:
         product is at most K. `shardings` are those of the state.
         """
         state = fetch_offloaded(state, shardings)
-        batch_KR = _join(chunks)
+        batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
         # The gradient's are those of the parameters, or with ZeRO-1 those of each replica's own part.
         grad_shardings = device_shardings(shardings.params)
@@ -178,16 +178,26 @@ class Update:
             # memory between steps, do not: every microbatch would need them whole.
             is_at_hand = self.scatter_axes is None and device_shardings(shardings.opt_state) == shardings.opt_state
             moments = second_moments(state.opt_state, state.params) if is_at_hand else None
-            given = [tree if tree is None else floating(tree, state.params) for tree in (grad_shardings, moments)]
+            given = floating(grad_shardings, state.params), floating(moments, state.params)
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
         return Totals(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
 
     def _run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
+
+        def update_with_loss(*args: Any) -> Any:
+            try:
+                return self.tx.update(*args, value=loss)
+            except TypeError as error:
+                # `optax.contrib.sam` accepts others only. No signature tells: `optax.chain` passes on whatever it gets.
+                if "unexpected keyword argument 'value'" not in str(error):
+                    raise
+                return self.tx.update(*args)
+
         tx = self.tx
         if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
             # Flax's `apply_gradients` passes no further arguments to an optimizer, so the loss is bound to it.
-            tx = optax.GradientTransformation(tx.init, functools.partial(self._update_with_loss, loss))
+            tx = optax.GradientTransformation(tx.init, update_with_loss)
         grads = cast_like(grads, state.params)
         if not hasattr(state, "apply_gradients"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -203,34 +213,18 @@ class Update:
         params = jax.tree.map(lambda new, old: new if is_floating(old) else old, new.params, state.params)
         return replace_fields(new, params=params, opt_state=cast_like(new.opt_state, state.opt_state))
 
-    def _update_with_loss(self, loss: jax.Array, *args: Any) -> Any:
-        """Run an optimizer that accepts extra arguments, with the loss if it accepts that."""
-        try:
-            return self.tx.update(*args, value=loss)
-        except TypeError as error:
-            # `optax.contrib.sam` accepts others only. No signature tells: `optax.chain` passes on whatever it gets.
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-            return self.tx.update(*args)
-
 
 def eval_sums(
     loss: SummableLoss, mesh: Mesh, shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
     state = fetch_offloaded(state, shardings)
-    batch_KR = _join(chunks)
+    batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
     options = {"mesh": mesh, "mutable": carried(state)}
     sums = _bind_frozen(loss, state).eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
     return sums.loss, sums.weight
-
-
-def all_finite(*trees: Any) -> jax.Array:
-    """Return whether every floating-point number is finite, as a traced bool."""
-    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])) if leaves else jnp.array(True)
 
 
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
@@ -259,12 +253,8 @@ def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:
     """Return whether the loss, the gradient and what the loss function has changed in `state` are finite."""
     # Only the changes: a running maximum may start at -infinity.
     changed = jax.tree.map(lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x), sums.mutable, carried(state))
-    return all_finite((grads, sums.loss, sums.weight, changed))
-
-
-def _join(chunks: tuple[Any, ...]) -> Any:
-    """Return chunks of microbatches as one: arrays (K, R, ...)."""
-    return chunks[0] if len(chunks) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
+    numbers = [x for x in jax.tree.leaves((grads, sums.loss, sums.weight, changed)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in numbers]))
 
 
 def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:

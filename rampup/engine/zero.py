@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, spec_without
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axes_of, axis_names, spec_without
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -41,7 +41,7 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
 
     def of(leaf: Any) -> NamedSharding:
         sharding: NamedSharding = leaf.sharding
-        if d == 1 or scattered_dimension(sharding.spec, axes.replica) is not None:
+        if d == 1 or is_scattered(sharding, axes):
             return sharding
         entries = [_names(entry, mesh) for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))]
         # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
@@ -61,19 +61,9 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
     return jax.tree.map(of, tree)
 
 
-def scattered_dimension(spec: PartitionSpec, replica: tuple[str, ...]) -> int | None:
-    """Return the dimension that is sharded over the replicas, or None.
-
-    Example:
-        >>> scattered_dimension(PartitionSpec(None, ("data", "fsdp")), ("data",))
-        1
-    """
-    return next((k for k, entry in enumerate(spec) if not set(replica).isdisjoint(axis_names(entry))), None)
-
-
 def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
     """Return whether any of the shardings names an axis of the replicas."""
-    return any(scattered_dimension(sharding.spec, axes.replica) is not None for sharding in jax.tree.leaves(shardings))
+    return not axes_of(shardings).isdisjoint(axes.replica)
 
 
 def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
@@ -88,16 +78,16 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     Each replica gets what `shardings` says: of those that name the replicas' axes, one part of the array.
     """
     leaves, structure = jax.tree.flatten(grads)
-    routes, d = _Routes.of(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
-    for k, total in zip(routes.whole, jax.lax.psum([leaves[k] for k in routes.whole], axes.replica), strict=True):
+    (whole, alone, buffers), d = _routes(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
+    for k, total in zip(whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True):
         leaves[k] = total
-    for k, dim in routes.alone.items():
+    for k, dim in alone.items():
         leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
 
     def split(x: jax.Array, dim: int) -> jax.Array:
         return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
 
-    for members in routes.buffers:
+    for members in buffers:
         # The first dimension of the buffer is the replica to which a part goes.
         parts = [split(leaves[k], dim) for k, dim in members.items()]
         sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
@@ -112,20 +102,17 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     in_specs = manual_specs(scattered, mesh, manual)
     out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
 
-    def merge(x: jax.Array, dim: int) -> jax.Array:
-        x = jnp.moveaxis(x, 0, dim)
-        return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-
     def gather(params: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
-        routes = _Routes.of(leaves, scattered, mesh, axes)
-        for k, dim in routes.alone.items():
+        _, alone, buffers = _routes(leaves, scattered, mesh, axes)
+        for k, dim in alone.items():
             leaves[k] = jax.lax.all_gather(leaves[k], axes.replica, axis=dim, tiled=True)
-        for members in routes.buffers:
+        for members in buffers:
             parts = [leaves[k] for k in members]
             gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
             for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
-                leaves[k] = merge(x, dim)
+                shape = leaves[k].shape
+                leaves[k] = jnp.moveaxis(x, 0, dim).reshape(*shape[:dim], x.shape[0] * shape[dim], *shape[dim + 1 :])
         return jax.tree.unflatten(structure, leaves)
 
     # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
@@ -134,31 +121,26 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     )(params)
 
 
-class _Routes(NamedTuple):
-    """How the leaves of a tree travel between the replicas. Leaves are named by their index.
+def _routes(
+    leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes
+) -> tuple[list[int], dict[int, int], list[dict[int, int]]]:
+    """Return how the leaves of a tree travel between the replicas, by their index: (whole, alone, buffers).
 
     `whole` are those that every replica keeps whole. `alone` are those that automatic axes shard too, and `buffers` the others,
     those of one type in one buffer: index -> scattered dimension.
     """
-
-    whole: list[int]
-    alone: dict[int, int]
-    buffers: list[dict[int, int]]
-
-    @classmethod
-    def of(cls, leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes) -> _Routes:
-        routes, by_type = cls([], {}, []), dict[Any, dict[int, int]]()
-        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-        for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
-            dim = scattered_dimension(sharding.spec, axes.replica)
-            if dim is None:
-                routes.whole.append(k)
-            elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
-                # To flatten it into a buffer, the compiler would gather it over those axes.
-                routes.alone[k] = dim
-            else:
-                by_type.setdefault(leaf.dtype, {})[k] = dim
-        return routes._replace(buffers=list(by_type.values()))
+    whole, alone, by_type = list[int](), dict[int, int](), dict[Any, dict[int, int]]()
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+        dims = [dim for dim, entry in enumerate(sharding.spec) if not set(axes.replica).isdisjoint(axis_names(entry))]
+        if not dims:
+            whole.append(k)
+        elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
+            # To flatten it into a buffer, the compiler would gather it over those axes.
+            alone[k] = dims[0]
+        else:
+            by_type.setdefault(leaf.dtype, {})[k] = dims[0]
+    return whole, alone, list(by_type.values())
 
 
 def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:

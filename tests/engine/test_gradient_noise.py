@@ -18,39 +18,23 @@ from rampup import train_step
 from rampup.batch_size.noise_scale import noise_trace
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.compile import compile_program
-from rampup.engine.gradient_noise import NoiseMeter
 from rampup.engine.mesh import make_mesh
 from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.state import TrainState, create_state, prepare_state
 from rampup.errors import ConfigError, PipelineShapeError
-from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan import MeshAxes
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = pytest.mark.usefixtures("optimized", "float64")
 
 BLOCKS, ROWS, WIDTH = 32, 2, 8
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def float64():
-    """Compute in float64."""
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-    jax.clear_caches()
-
-
 def plan_for(mesh, *, size=BLOCKS * ROWS, rows=ROWS, steps=2, stages=1, repeats=1):
     """Return a plan of blocks of `rows` rows: a microbatch of one replica, over all its fsdp shards."""
-    splitter = BatchSplitter(
-        data_parallel_size=mesh.shape["data"] * mesh.shape["fsdp"],
-        microbatch_size=rows // mesh.shape["fsdp"],
-        num_stages=stages,
-        num_repeats=repeats,
-        strict_multiple=False,
-    )
-    return RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=mesh.size, total_steps=steps)
+    splitter = {"microbatch_size": rows // mesh.shape["fsdp"], "num_stages": stages, "num_repeats": repeats}
+    return toy.plan_for(mesh, f"0:{size}", steps=steps, strict_multiple=False, **splitter)
 
 
 def oracle(block_loss, params, batch, moments=None, rows=ROWS):
@@ -77,8 +61,8 @@ def run(step, state, rows, plan, check=lambda state, batch, metrics: None):
     for number, batch in enumerate(step.batches(rows)):
         before = jax.device_get(state)
         state, metrics = step(state, batch)
-        own = [rows[sample % len(rows)] for sample in plan.rows(number)]
-        check(before, {name: np.stack([row[name] for row in own]) for name in own[0]}, jax.device_get(metrics))
+        own = toy.stacked([rows[sample % len(rows)] for sample in plan.rows(number)])
+        check(before, own, jax.device_get(metrics))
     return state
 
 
@@ -105,10 +89,10 @@ MESHES = {
     "fsdp_tensor": MeshAxes(fsdp=2, tensor=4),
     "all": MeshAxes(data=2, fsdp=2, tensor=2),
 }
-SLOW_MESHES = ("1x32", "4x8", "8x4", "fsdp", "tensor", "fsdp_tensor", "zero-4x8", "zero-fsdp", "zero-tensor")
+ZERO = ("zero-all", "zero-4x8", "zero-fsdp", "zero-tensor")
 
 
-@pytest.mark.parametrize("name", ["all", "zero-all", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MESHES)])
+@pytest.mark.parametrize("name", [name if "all" in name else toy.slow(name) for name in (*MESHES, *ZERO)])
 def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
     """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective more, and no parameter changes a bit."""
     axes = MESHES[name.removeprefix("zero-")]
@@ -171,16 +155,9 @@ def pipeline_params(mesh):
     return jax.tree.map(new, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("axes", "repeats"),
-    [
-        (MeshAxes(pipeline=2), 1),
-        pytest.param(MeshAxes(data=2, pipeline=2), 2, marks=SLOW),
-        pytest.param(MeshAxes(data=2, tensor=2, pipeline=2), 1, marks=SLOW),
-    ],
+    [(MeshAxes(pipeline=2), 1), toy.slow(MeshAxes(data=2, pipeline=2), 2), toy.slow(MeshAxes(data=2, tensor=2, pipeline=2), 1)],
 )
 def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
     """The stages add up the squares of their own gradients, and each microbatch is divided by its own weight."""
@@ -239,9 +216,8 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
     tx = optax.sgd(1e-3)
     params = toy.new_params(mesh, np.float64) | {"table": jnp.arange(3)}
     step = train_step(loss, tx, plan, mesh, measure_gradient_noise=True)
-    state = create_state(params, tx, mesh, mutable={"n": jnp.int32(0)})
-    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "mutable")}
-    state = prepare_state(State(**fields, dynamic_scale=DynamicScale(scale=jnp.float64(1024))), mesh)
+    fields = {"mutable": {"n": jnp.int32(0)}, "dynamic_scale": DynamicScale(scale=jnp.float64(1024))}
+    state = prepare_state(State(step=0, params=params, opt_state=tx.init(params), **fields), mesh)
 
     def check(state, batch, metrics):
         trained = {name: state.params[name] for name in ("in", "out")}
@@ -260,13 +236,6 @@ def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
     noise = step(state, next(step.batches(rows)))[1]["gradient_noise"]
     assert noise["blocks"] == 2
     assert np.isfinite([noise["trace"], noise["squared_norm"]]).all()
-
-
-def test_a_loss_of_ones_own_measures_blocks_by_gradient_and_weight():
-    """`NoiseMeter.block(grads, weight)` is the sum of squares over the weight."""
-    meter = NoiseMeter.of(None, make_mesh(devices=jax.devices()[:1]))
-    squares, blocks = meter.block({"w": jnp.array([3.0, 4.0])}, jnp.float32(4))
-    assert (squares.tolist(), blocks.item()) == ([6.25], 1)
 
 
 def test_gradient_noise_needs_no_more_memory():
@@ -305,19 +274,14 @@ def test_gradient_noise_is_measured_before_clipping_and_not_a_number_in_a_skippe
 
 
 def test_gradient_noise_needs_two_blocks_in_every_phase():
-    """One microbatch on one replica is refused with the phase and a microbatch size that works; two replicas are enough."""
-
-    def step_of(devices, schedule):
-        splitter, ramp = BatchSplitter(data_parallel_size=devices), BatchRamp.from_schedule(schedule)
-        plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=devices, total_steps=8)
-        train_step(loss_fn, ADAM, plan, make_mesh(devices=jax.devices()[:devices]), measure_gradient_noise=True)
-
-    with pytest.raises(ConfigError, match=r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4") as caught:
-        step_of(1, "0:16 64:8")
-    assert (caught.value.key, caught.value.nearest) == ("microbatch_size", (4,))
-    with pytest.raises(ConfigError, match="larger batch"):
-        step_of(1, "0:1")
-    step_of(2, "0:16 64:8")
+    """One microbatch on one replica is refused with the phase and what to do; two replicas are enough."""
+    one, two = (make_mesh(devices=jax.devices()[:number]) for number in (1, 2))
+    train_step(loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True)
+    smaller = "0:16 64:8", r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4", ("microbatch_size", (4,))
+    for schedule, words, found in (smaller, ("0:1", "larger batch", ("measure_gradient_noise", (False,)))):
+        with pytest.raises(ConfigError, match=words) as caught:
+            train_step(loss_fn, ADAM, toy.plan_for(one, schedule), one, measure_gradient_noise=True)
+        assert (caught.value.key, caught.value.nearest) == found
 
 
 def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():

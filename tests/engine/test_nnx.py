@@ -30,40 +30,29 @@ def test_split_model_equals_a_pure_function():
 
     state, pure = split_model(model, loss_fn, tx, mesh)
     other = rampup.create_state(params, tx, mesh)
-    nnx_step, plain_step = train_step(pure, tx, plan, mesh), train_step(plain, tx, plan, mesh)
-    for batch in step_batches(toy.rows(), plan, mesh):
-        state, metrics = nnx_step(state, batch)
-        other, expected = plain_step(other, batch)
-        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    batches = list(step_batches(toy.rows(), plan, mesh))
+    _, found = toy.history(train_step(pure, tx, plan, mesh), state, batches)
+    _, expected = toy.history(train_step(plain, tx, plan, mesh), other, batches)
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-6)
     model(jnp.ones((1, toy.WIDTH)))
 
 
-class Stack(nnx.Module):
-    """Three stacked layers with dropout, built with `nnx.vmap` and applied with `nnx.scan`."""
-
-    def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def create(rngs):
-            return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
-
-        self.layers = create(rngs)
-
-    def __call__(self, x):
-        """Return the output."""
-
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def apply(x, layer):
-            return x + layer(x)
-
-        return apply(x, self.layers)
-
-
 def test_split_model_seeds_stacked_layers():
-    """Stacked layers have one random stream each, and train."""
+    """Layers that are created with `nnx.vmap` and applied with `nnx.scan` have one random stream each, and train."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(rngs):
+        return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def apply(x, layer):
+        return x + layer(x)
+
     mesh = toy.mesh_of("one")
     plan, tx = toy.plan_for(mesh, steps=2), optax.sgd(0.01)
-    state, pure = split_model(Stack(nnx.Rngs(0)), loss_fn, tx, mesh)
+    stacked_loss = lambda layers, batch, rngs: loss_fn(lambda x: apply(x, layers), batch, rngs)  # noqa: E731
+    state, pure = split_model(create(nnx.Rngs(0)), stacked_loss, tx, mesh)
     _, metrics = toy.train(train_step(pure, tx, plan, mesh), state)
     assert np.isfinite(float(metrics["loss"]))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import toy
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.data.batches import step_batches
@@ -15,7 +16,6 @@ from rampup.engine.mesh import make_mesh
 from rampup.engine.state import create_state
 from rampup.engine.step import EvalStep, train_step
 from rampup.errors import ConfigError
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -28,7 +28,7 @@ def device(**stats):
 
 
 def test_program_memory_counts_arrays():
-    """Arguments, outputs and temporaries are counted. An output that aliases an argument is counted once."""
+    """Arguments, outputs, temporaries; an output that aliases an argument once. A missing analysis is an error, not a zero."""
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)
@@ -36,10 +36,6 @@ def test_program_memory_counts_arrays():
     in_place = offload.program_memory(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
     assert in_place.aliased == 4096
     assert in_place.total == 4096 + in_place.temporary + in_place.code
-
-
-def test_program_memory_refuses_a_backend_without_analysis():
-    """A missing analysis is an error, not a size of zero."""
     with pytest.raises(ConfigError, match="does not report"):
         offload.program_memory(SimpleNamespace(memory_analysis=lambda: None))
 
@@ -76,9 +72,7 @@ def test_offloaded_state_trains_identically_and_stays_in_host_memory():
     mesh = make_mesh(devices=jax.devices()[:2])
     if problem := offload.host_memory_problem(mesh):
         pytest.skip(problem)
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:4 8:8"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=4
-    )
+    plan = toy.plan_for(mesh, "0:4 8:8", steps=4)
     rows = [{"x": np.float32([n % 5, n % 3])} for n in range(32)]
 
     def loss_fn(params, batch, rngs):
@@ -87,12 +81,9 @@ def test_offloaded_state_trains_identically_and_stays_in_host_memory():
     def trained(place):
         tx = optax.adam(0.1)
         state = create_state({"w": jnp.ones((2,))}, tx, mesh)
-        state = jax.device_put(state, place(state))
-        step, losses = train_step(loss_fn, tx, plan, mesh), []
-        for batch in step_batches(rows, plan, mesh):
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-        return state, losses, [float(x) for x in EvalStep(loss_fn, mesh)(state, batch)]
+        batches = list(step_batches(rows, plan, mesh))
+        state, found = toy.history(train_step(loss_fn, tx, plan, mesh), jax.device_put(state, place(state)), batches)
+        return state, found, [float(x) for x in EvalStep(loss_fn, mesh)(state, batches[-1])]
 
     on_device, *numbers = trained(lambda state: jax.tree.map(lambda leaf: leaf.sharding, state))
     offloaded, *same = trained(offload.host_shardings)

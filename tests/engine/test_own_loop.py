@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
+from helpers import toy
 from helpers.toy import loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, rows, start, train
 
 import rampup
@@ -21,20 +22,12 @@ from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 
 def trained(step, mesh, batches):
     """Return the parameters after some batches, from the beginning."""
-    state = rampup.create_state(new_params(mesh), step.tx, mesh)
-    for batch in batches:
-        state, _ = step(state, batch)
-    return jax.tree.map(np.asarray, state.params)
+    return jax.device_get(toy.history(step, rampup.create_state(new_params(mesh), step.tx, mesh), batches)[0].params)
 
 
 def check_equal(a, b):
     """Check that two trees are equal to rounding."""
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a, b)
-
-
-def stacked(items):
-    """Return rows as arrays."""
-    return jax.tree.map(lambda *x: np.stack(x), *items)
 
 
 def refilled(items):
@@ -51,7 +44,7 @@ def test_streams_and_arrays_train_as_random_access_does(mesh_name):
     mesh, data = mesh_of(mesh_name), rows()
     plan = plan_for(mesh, steps=6)
     step = rampup.train_step(loss_fn, optax.sgd(0.01), plan, mesh)
-    dataset, eights = grain.MapDataset.source(data).to_iter_dataset(), [stacked(data[n : n + 8]) for n in range(0, 400, 8)]
+    dataset, eights = grain.MapDataset.source(data).to_iter_dataset(), [toy.stacked(data[n : n + 8]) for n in range(0, 400, 8)]
     expected = trained(step, mesh, step.batches(data))
     for batches in (
         step.stream(iter(data)),
@@ -59,11 +52,11 @@ def test_streams_and_arrays_train_as_random_access_does(mesh_name):
         step.stream(dataset.batch(24), batched=True),
         step.stream(refilled(data)),
         step.stream(refilled(eights), batched=True),
-        (step.batch(stacked([data[n] for n in plan.rows(number)]), step=number) for number in range(6)),
+        (step.batch(toy.stacked([data[n] for n in plan.rows(number)]), step=number) for number in range(6)),
     ):
         check_equal(trained(step, mesh, batches), expected)
     with pytest.raises(DataError, match="step 4 takes arrays of 32 rows"):
-        step.batch(stacked(data[:16]), step=4)
+        step.batch(toy.stacked(data[:16]), step=4)
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -71,8 +64,7 @@ def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
     """`accumulate` without keys and shardings gives the parameters of `train_step`, with one compilation."""
     mesh = mesh_of(mesh_name)
     plan, tx = plan_for(mesh, steps=6), optax.sgd(0.01)
-    state = train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
-    state = rampup.prepare_state(state, mesh)
+    state = rampup.prepare_state(toy.flax_state()(new_params(mesh), tx), mesh)
 
     @jax.jit
     def own_step(state, batch_KR, num_microbatches):
@@ -99,32 +91,18 @@ def test_step_inside_jit_names_accumulate():
         step(state.replace(step=0), batch)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((optax.sgd(0.1), loss_fn), "loss_fn is a .*check the order"),
-        (
-            (loss_fn, nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)),
-            "`tx`, not an nnx.Optimizer",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, words):
+def test_wrong_arguments_are_named():
     """Swapped arguments and an `nnx.Optimizer` are errors in words."""
-    mesh = mesh_of("one")
-    with pytest.raises(ConfigError, match=words):
-        rampup.train_step(*arguments, plan_for(mesh), mesh)
-
-
-def test_mutable_of_another_structure_is_named():
-    """A loss that changes the structure of `mutable`, or takes no fourth argument, is refused in words."""
-
-    def grows(params, batch, keys, mutable):
-        return *loss_fn(params, batch, keys), mutable | {"more": 1.0}
-
-    for loss, words in ((grows, r"\['more'\] was absent"), (loss_fn, "cannot be called with 4 arguments")):
+    mesh, own = mesh_of("one"), nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    for words, *arguments in (("check the order", optax.sgd(0.1), loss_fn), ("`tx`, not an nnx.Optimizer", loss_fn, own)):
         with pytest.raises(ConfigError, match=words):
-            train(*start(loss=loss, mutable={"n": jnp.zeros(())}))
+            rampup.train_step(*arguments, plan_for(mesh), mesh)
+
+
+def test_loss_function_without_mutable_is_refused():
+    """A loss that takes no fourth argument is refused in words."""
+    with pytest.raises(ConfigError, match="cannot be called with 4 arguments"):
+        train(*start(mutable={"n": jnp.zeros(())}))
 
 
 def test_plan_beyond_int32_steps_is_refused():
@@ -135,65 +113,22 @@ def test_plan_beyond_int32_steps_is_refused():
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
-def test_prepared_states_are_copies(mesh_name):
-    """`prepare_state` copies: tied arrays are not donated twice and the caller's arrays survive."""
-    params = new_params(mesh_of(mesh_name))
-    params["tied"] = params["in"]
-
-    def state(params, tx):
-        return train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
-
-    train(*start(mesh_name, params=params, state=state), steps=1)
-    assert np.isfinite(np.asarray(params["in"])).all()
-
-
-@pytest.mark.parametrize("mesh_name", ["one", "data"])
 def test_dynamic_scale_skips_and_adapts(mesh_name):
     """A Flax DynamicScale scales a float16 loss, skips what overflows, and adapts."""
-
-    class State(train_state.TrainState):
-        dynamic_scale: DynamicScale = None
 
     def half_loss(params, batch, keys):
         half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
         loss, weight, aux = plain_loss_fn(half, jax.tree.map(lambda x: x.astype(jnp.float16), batch), keys)
         return loss.astype(jnp.float32), weight.astype(jnp.float32), aux
 
-    def scaled(params, tx):
-        scale = DynamicScale(scale=jnp.float32(2.0**20), growth_interval=3)
-        return State.create(apply_fn=None, params=params, tx=tx, dynamic_scale=scale)
-
-    (step, state), skipped = start(mesh_name, half_loss, optax.sgd(0.01), steps=16, state=scaled), []
-    for batch in step.batches(rows()):
-        state, metrics = step(state, batch)
-        skipped.append(bool(metrics["skipped"]))
-    assert skipped[0]
-    assert not all(skipped)
+    scaled = toy.flax_state(toy.ScaledState, dynamic_scale=DynamicScale(scale=jnp.float32(2.0**20), growth_interval=3))
+    state, found = toy.history(*start(mesh_name, half_loss, optax.sgd(0.01), steps=16, state=scaled))
+    assert found[0]["skipped"]
+    assert not all(metrics["skipped"] for metrics in found)
     assert float(state.dynamic_scale.scale) < 2.0**20
     assert int(state.step) == 16
-    assert np.isfinite(float(metrics["grad_norm"]))
+    assert np.isfinite(found[-1]["grad_norm"])
     assert np.isfinite(state.params["in"]).all()
-
-
-def test_checkpoint_saves_every_field_of_a_state(tmp_path):
-    """A field of one's own, such as a moving average, is in the checkpoint and comes back."""
-
-    class State(train_state.TrainState):
-        ema: dict = None
-
-    mesh = mesh_of("one")
-    tx, params = optax.sgd(0.1), new_params(mesh)
-
-    def state(value):
-        made = State.create(apply_fn=None, params=params, tx=tx, ema=jax.tree.map(lambda p: jnp.full_like(p, value), params))
-        return rampup.prepare_state(made, mesh)
-
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, state(7.0), {})
-        checkpoints.wait()
-        restored = checkpoints.restore(find_checkpoint(tmp_path / "checkpoints"), state(0.0))
-    assert float(restored.ema["in"].min()) == 7
-    assert restored.tx is tx
 
 
 class LoRAModel(nnx.Module):
@@ -214,12 +149,7 @@ class LoRAModel(nnx.Module):
 
 @pytest.mark.parametrize(
     ("wrt", "mesh_name"),
-    [
-        (nnx.LoRAParam, "data"),
-        pytest.param(nnx.Param, "one", marks=pytest.mark.slow),
-        pytest.param(nnx.LoRAParam, "one", marks=pytest.mark.slow),
-        pytest.param(nnx.Param, "data", marks=pytest.mark.slow),
-    ],
+    [(nnx.LoRAParam, "data"), toy.slow(nnx.Param, "one"), toy.slow(nnx.LoRAParam, "one"), toy.slow(nnx.Param, "data")],
 )
 def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     """Only `wrt` is trained and accumulated; statistics, dropout and sown values work."""
@@ -234,26 +164,25 @@ def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     mean = np.array(model.norm.mean[...])
     state, pure = rampup.split_model(model, model_loss, tx, mesh, wrt=wrt)
-    step, losses = rampup.train_step(pure, tx, plan, mesh), []
-    for batch in step.batches(rows()):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
+    step = rampup.train_step(pure, tx, plan, mesh)
+    batches = list(step.batches(rows()))
+    state, found = toy.history(step, state, batches)
     rampup.merge_model(model, state)
-    assert losses[-1] < losses[0]
+    assert found[-1]["loss"] < found[0]["loss"]
     assert step.num_compilations == 1
     assert not np.allclose(np.array(model.norm.mean[...]), mean)
-    assert float(metrics["aux"]["features"]) > 0
+    assert found[-1]["aux"]["features"] > 0
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     assert same["hidden"]["kernel"] == (wrt is nnx.LoRAParam)
     assert not same["hidden"]["lora"]["lora_b"]
     assert len(jax.tree.leaves(state.params)) == (4 if wrt is nnx.LoRAParam else 10)
-    assert float(rampup.EvalStep(pure, mesh)(state, batch)[1]) > 0
+    assert float(rampup.EvalStep(pure, mesh)(state, batches[-1])[1]) > 0
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the model has arrays of its own
     assert np.isfinite(np.asarray(model(jnp.ones((2, 8))))).all()
 
 
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
-def test_multi_steps_updates_a_state_of_ones_own_once_per_step(skip_nonfinite):
+def test_a_field_of_ones_own_is_updated_once_per_step_and_saved(skip_nonfinite, tmp_path):
     """With `multi_steps`, a moving average in `apply_gradients` moves once per optimizer step, as with `fused`."""
 
     class State(train_state.TrainState):
@@ -263,16 +192,20 @@ def test_multi_steps_updates_a_state_of_ones_own_once_per_step(skip_nonfinite):
             new = super().apply_gradients(grads=grads, **changes)
             return new.replace(ema=jax.tree.map(lambda e, p: 0.5 * (e + p), self.ema, new.params))
 
-    def averaged(params, tx):
-        return State.create(apply_fn=None, params=params, tx=tx, ema=jax.tree.map(jnp.zeros_like, params))
-
+    ema = jax.tree.map(np.zeros_like, jax.device_get(new_params(mesh_of("one"))))
     data, states = [row | {"weight": np.float32(2)} for row in rows()], []
     for engine in ("fused", "multi_steps"):
         options = {"microbatch_size": 4, "steps": 4, "engine": engine, "skip_nonfinite": skip_nonfinite}
-        state, _ = train(*start("one", plain_loss_fn, optax.sgd(0.01), state=averaged, **options), data=data)
+        step, fresh = start("one", plain_loss_fn, optax.sgd(0.01), state=toy.flax_state(State, ema=ema), **options)
+        state, _ = train(step, rampup.prepare_state(fresh, mesh_of("one")), data=data)
         states.append((state.params, state.ema, int(state.step)))
     check_equal(*states)
     assert float(jnp.abs(state.ema["in"]).sum()) > 0
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, state, {})
+        restored = checkpoints.restore(find_checkpoint(tmp_path), fresh)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert restored.tx is fresh.tx
 
 
 def test_batch_of_another_plan_is_refused():

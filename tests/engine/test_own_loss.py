@@ -7,11 +7,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows, start, train
+from helpers.toy import ScaledState, flax_state, loss_fn, mesh_of, new_params, rows, start, train
 
 import rampup
 from rampup.engine.accumulate import AccumulatedLoss
@@ -28,13 +26,6 @@ def test_weights_that_mean_nothing_are_not_hidden(weight):
     """NaN and negative sums of weights give NaN in the metrics, never a loss of 0."""
     _, metrics = one_step(lambda p, b, k: (jnp.sum(p["in"] ** 2), weight * b["weight"].size, {}))
     assert np.isnan(float(metrics["loss"])) or (weight < 0 and float(metrics["loss"]) < 0)
-
-
-def test_multi_steps_option_that_leaves_the_plan_is_refused():
-    """`should_skip_update_fn` swallows a microbatch without counting it, so it is refused and the remedy named."""
-    plan = plan_for(mesh_of("data"))
-    with pytest.raises(ConfigError, match="skip_nonfinite"):
-        rampup.multi_steps(optax.sgd(0.1), plan, should_skip_update_fn=optax.skip_not_finite)
 
 
 @pytest.mark.parametrize(
@@ -67,21 +58,10 @@ def test_multi_steps_refuses_chunks_of_several_microbatches():
 )
 def test_loss_function_without_keys_is_refused(kind, engine):
     """A loss function of two arguments is named, also if the state makes the step wrap it."""
-
-    def state(params, tx):
-        params |= {"n": jnp.int32(3)} if kind == "integers" else {}
-        return ScaledState.create(
-            apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale() if kind == "scaled" else None
-        )
-
+    state = flax_state(ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None)
+    params = new_params(mesh_of("one")) | ({"n": jnp.int32(3)} if kind == "integers" else {})
     with pytest.raises(ConfigError, match=r"cannot be called with 3 arguments: .* It takes \(params, batch, keys\)"):
-        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, engine=engine)
-
-
-class ScaledState(train_state.TrainState):
-    """A TrainState that scales the loss."""
-
-    dynamic_scale: DynamicScale = None
+        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, params=params, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
@@ -109,8 +89,8 @@ def test_aux_as_long_as_the_rows_is_no_value_per_row():
     assert metrics["aux"]["classes"].tolist() == [1] * 16
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(data):
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(mesh_name):
     """Whoever debugs a loss function sees little of rampup between the call of the step and the loss."""
     package, counts = str(Path(rampup.__file__).parent), []
 
@@ -118,10 +98,7 @@ def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(data):
         counts.append(sum(frame.f_code.co_filename.startswith(package) for frame, _ in traceback.walk_stack(None)))
         return *loss_fn(params, batch, keys)[:2], {}
 
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=data), jax.devices()[:data])
-    plan = plan_for(mesh, "0:16", microbatch_size=4, steps=1)
-    step = rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
-    step(rampup.create_state(new_params(mesh), step.tx, mesh), next(step.batches(rows())))
+    one_step(loss, mesh_name=mesh_name, microbatch_size=1)
     assert 0 < max(counts) <= 8
 
 
@@ -135,9 +112,6 @@ class Unscaled(AccumulatedLoss):
 
 def test_a_summable_loss_may_ignore_the_scale_of_the_state():
     """Only a loss that scales unscales, so one that does not has the same metrics, and no gradient that is too small."""
-
-    def scaled(params, tx):
-        return ScaledState.create(apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale())
-
+    scaled = flax_state(ScaledState, dynamic_scale=DynamicScale())
     metrics = [one_step(loss, mesh_name="one", state=scaled)[1] for loss in (AccumulatedLoss(loss_fn), Unscaled(loss_fn))]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metrics)

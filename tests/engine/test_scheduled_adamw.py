@@ -20,17 +20,10 @@ BASE = AdamConstants(b1=0.8, b2=0.97, eps=1e-6, weight_decay=0.2)
 SCALING = AdamScaling(b1="half_life", b2="half_life", eps="sde", weight_decay="timescale")
 
 
-def constants_of(plan, scaling=SCALING):
-    """Return the constants of every phase."""
-    return adam_constants(plan, BASE, scaling)
-
-
 def train(plan, mesh, tx_at, **options):
     """Train the toy with the optimizer that `tx_at` gives for each step, and return parameters, state and steps."""
     steps, state = {}, None
-    engine = options.get("engine", "fused")
-    chunk_size = 1 if engine == "multi_steps" else None
-    for batch in step_batches(toy.rows(), plan, mesh, seed=5, chunk_size=chunk_size):
+    for batch in step_batches(toy.rows(), plan, mesh, seed=5, chunk_size=1 if "engine" in options else None):
         tx = tx_at(batch.position)
         step = steps.setdefault(id(tx), train_step(toy.loss_fn, tx, plan, mesh, seed=3, **options))
         if state is None:
@@ -66,9 +59,9 @@ def adamw_of_phase(rate, constants):
     ("name", "options"),
     [
         ("data", {"shard_optimizer_over_data": True}),
-        pytest.param("one", {"skip_nonfinite": True}, marks=pytest.mark.slow),
-        pytest.param("data", {"engine": "multi_steps"}, marks=pytest.mark.slow),
-        pytest.param("data_fsdp_tensor", {}, marks=pytest.mark.slow),
+        toy.slow("one", {"skip_nonfinite": True}),
+        toy.slow("data", {"engine": "multi_steps"}),
+        toy.slow("data_fsdp_tensor", {}),
     ],
 )
 def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options):
@@ -76,7 +69,7 @@ def test_one_program_equals_adamw_with_the_constants_of_each_phase(name, options
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh)
     rate = LearningRate(plan=plan, peak=0.02, warmup_fraction=0.2)
-    found = constants_of(plan)
+    found = adam_constants(plan, BASE, SCALING)
     assert len({constants.b2 for constants in found}) == 3
     per_phase = [adamw_of_phase(rate, constants) for constants in found]
     expected, _, _ = train(plan, mesh, lambda position: per_phase[position.phase.index], **options)
@@ -114,20 +107,16 @@ def test_update_is_that_of_adamw(b2, dtype):
 
 def test_update_of_a_constant_gradient_is_one_in_every_step():
     """In 200 random ramps with random rules, growing and falling, with steps that are skipped and a resume through the host."""
-    rng, steps, num_plans = np.random.default_rng(0), 300, 200
-    tables = {name: np.empty((num_plans, steps), np.float32) for name in ("b1", "c1", "b2", "c2", "eps", "weight_decay")}
-    for n in range(num_plans):
+    rng, steps, num_plans, tables = np.random.default_rng(0), 300, 200, []
+    for _ in range(num_plans):
         sizes = 8 * 2 ** rng.integers(0, 7, size=rng.integers(2, 6))
         starts = np.concatenate([[0], np.cumsum(sizes * rng.integers(1, 80, size=len(sizes)))[:-1]])
         ramp = BatchRamp.piecewise([(int(start), int(size)) for start, size in zip(starts, sizes, strict=True)])
         plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps)
         base = AdamConstants(b1=rng.choice([0.0, 0.9, 0.99]), b2=rng.choice([0.9, 0.95, 0.999, 0.99999]), eps=1e-12)
         scaling = AdamScaling(b1=rng.choice(["none", "half_life"]), b2=rng.choice(["half_life", "sde"]), b2_floor=0.3)
-        adam = AdamSchedule.from_scaling(plan, base, scaling)
-        for segment, c in zip(plan.clock, adam.constants, strict=True):
-            row = {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
-            for name, value in row.items():
-                tables[name][n, segment.start_step :] = value
+        tables.append(jax.vmap(AdamSchedule.from_scaling(plan, base, scaling))(np.arange(steps)))
+    tables = jax.tree.map(lambda *parts: np.stack(parts), *tables)
     assert np.mean(tables["b2"].max(1) > tables["b2"].min(1)) > 0.8
     kept = rng.random((num_plans, steps)) > 0.1
 

@@ -14,6 +14,7 @@ import rampup
 from rampup.engine.accumulate import AccumulatedLoss, accumulate
 from rampup.engine.mesh import BatchAxes, auto_view, batch_sharding, shardings_like
 from rampup.engine.pipeline import PipelinedLoss, pipeline_sums
+from rampup.engine.totals import Totals
 
 V, E, T, K, R = 32, 16, 4, 3, 8
 
@@ -143,7 +144,7 @@ def assert_close(found, expected):
     [
         ([labels, depthwise, convolution], SPECS[3]),
         ([ragged], SPECS[1]),
-        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
+        *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS),
     ],
 )
 def test_an_operation_equals_plain_jit(operations, spec):
@@ -192,11 +193,11 @@ def test_gradients_are_reduced_over_the_replicas_once():
     host = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), batch)
     rows = [{name: x[n] for name, x in host.items()} for n in range(K * R)] * 8
     losses = []
-    for where, zero, kinds in ((alone, False, set()), (mesh, False, {"all-reduce"}), (mesh, True, {"reduce-scatter"})):
-        plan = toy.plan_for(where, "0:8 16:16", steps=4, microbatch_size=2 if where is mesh else 8)
-        state = rampup.create_state(
-            params if where is mesh else jax.device_get(params), tx, where, shard_optimizer_over_data=zero
-        )
+    cases = [(alone, False, set()), (toy.mesh_of("data"), False, {"all-reduce"})]
+    for where, zero, kinds in (*cases, (mesh, False, {"all-reduce"}), (mesh, True, {"reduce-scatter"})):
+        plan = toy.plan_for(where, "0:8 16:16", steps=4, microbatch_size=8 // where.shape["data"] // where.shape["fsdp"])
+        given = params if where is mesh else jax.device_get(params)
+        state = rampup.create_state(given, tx, where, shard_optimizer_over_data=zero)
         options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
         step = rampup.train_step(loss_of([labels]), tx, plan, where, **options)
         account = rampup.inspect(step, state, next(step.batches(rows))).account
@@ -204,20 +205,13 @@ def test_gradients_are_reduced_over_the_replicas_once():
         reductions = [c for c in crossing if c.kind in ("all-reduce", "reduce-scatter") and c.num_bytes > 100]
         assert {c.kind for c in reductions} == kinds
         assert not any(c.in_loop for c in reductions)
-        found = []
-        for chunks in step.batches(rows):
-            state, metrics = step(state, chunks)
-            found.append(float(metrics["loss"]))
-        losses.append(found)
-    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+        losses.append([metrics["loss"] for metrics in toy.history(step, state, step.batches(rows))[1]])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 3, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("operations", "spec"),
-    [
-        ([labels, depthwise, convolution], SPECS[3]),
-        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
-    ],
+    [([labels, depthwise, convolution], SPECS[3]), *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS)],
 )
 def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     """Two stages beside fsdp and tensor, where the stage axis is manual; an operation of the last part, with its gradient."""
@@ -232,8 +226,8 @@ def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     layers = np.linspace(0.1, 0.5, 4, dtype=np.float32)
     params["layers"] = jax.device_put(layers, NamedSharding(mesh, PartitionSpec("stage")))
     shardings = shardings_like(params, mesh)
-    run = jax.jit(lambda *args: pipeline_sums(loss, *args, mesh=mesh, param_shardings=shardings))
-    sums = run(params, batch, np.int32(K), keys)
+    run = jax.jit(lambda params, rows, m: pipeline_sums(loss, params, rows, (m, 1), Totals(), mesh, shardings))
+    sums = run(params, (batch, keys), np.int32(K))
 
     def plain(params, batch, keys):
         x = loss.stage(params["layers"], batch["x"])

@@ -1,6 +1,6 @@
 """Tests of rampup.engine.step."""
 
-import dataclasses
+import collections
 import re
 import threading
 import time
@@ -25,12 +25,9 @@ from rampup.errors import ConfigError, DataError
 def trained(mesh, plan, engine="fused"):
     """Train the toy; return losses and norms, the final state and the step."""
     step = train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, engine=engine, seed=3, wait_for_compilation=True)
-    state, found = create_state(toy.new_params(mesh), step.tx, mesh), []
-    for batch in step.batches(toy.rows(), seed=5):
-        state, metrics = step(state, batch)
-        found.append([float(metrics.get(name, 0)) for name in ("loss", "grad_norm")])
+    state, found = toy.history(step, create_state(toy.new_params(mesh), step.tx, mesh), step.batches(toy.rows(), seed=5))
     assert int(state.step) == plan.total_steps
-    return np.array(found), state, step
+    return np.array([[metrics["loss"], metrics.get("grad_norm", 0)] for metrics in found]), state, step
 
 
 @pytest.fixture(scope="module")
@@ -108,22 +105,13 @@ def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
 
 def test_prepared_flax_state_compiles_once():
     """A prepared Flax TrainState runs the whole ramp in one executable and counts optimizer steps."""
-    stock = lambda params, tx: LinenTrainState.create(apply_fn=None, params=jax.device_get(params), tx=tx)  # noqa: E731
-    step, state = toy.start("data", schedule="0:16 64:32 200:48", state=stock)
+    params = jax.device_get(toy.new_params(toy.mesh_of("data")))
+    step, state = toy.start("data", schedule="0:16 64:32 200:48", params=params, state=toy.flax_state())
     state, metrics = toy.train(step, state)
     assert isinstance(state, LinenTrainState)
     assert (int(state.step), state.step.dtype, step.num_compilations) == (12, jnp.int32, 1)
     assert set(metrics) == {"loss", "weight", "grad_norm", "aux"}
     assert int(metrics["aux"]["rows"]) == 48
-
-
-def test_step_with_zero_weight_changes_nothing():
-    """Zero weight gives a zero gradient and a zero loss, not NaN."""
-    step, state = toy.start()
-    before = jax.device_get(state.params)
-    state, metrics = toy.train(step, state, steps=2, data=[row | {"weight": np.float32(0)} for row in toy.rows()])
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
-    assert float(metrics["loss"]) == 0
 
 
 @pytest.mark.parametrize(("name", "size"), [("data", 48), ("one", 18), ("one", 72)])
@@ -133,8 +121,7 @@ def test_eval_step_sums_losses_and_weights(name, size):
     plan, rows = toy.plan_for(mesh, f"0:{size}", steps=2, microbatch_size=2), toy.rows(2 * size)
     state, evaluate = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), EvalStep(toy.plain_loss_fn, mesh)
     sums = np.sum([jax.device_get(evaluate(state, batch)) for batch in step_batches(rows, plan, mesh)], axis=0)
-    whole = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    np.testing.assert_allclose(sums, toy.plain_loss_fn(jax.device_get(state.params), whole, None)[:2], rtol=1e-5)
+    np.testing.assert_allclose(sums, toy.plain_loss_fn(jax.device_get(state.params), toy.stacked(rows), None)[:2], rtol=1e-5)
     with pytest.raises(DataError, match="takes a Batch"):
         evaluate(state, rows)
 
@@ -222,8 +209,7 @@ def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
 
 def batch_of_arrays(step, number=None, **changes):
     """Return a batch of 16 rows made from arrays, some of them replaced."""
-    arrays = {name: np.stack([row[name] for row in toy.rows(16)]) for name in toy.rows(1)[0]}
-    return step.batch(arrays | changes, step=number)
+    return step.batch(toy.stacked(toy.rows(16)) | changes, step=number)
 
 
 def test_batch_of_arrays_goes_on_with_a_restored_state():
@@ -246,33 +232,31 @@ def test_multi_steps_of_ones_own_is_refused(engine, make):
         toy.start(engine=f"not_{engine}")
 
 
-def test_state_of_the_other_engine_is_refused():
-    """The optimizer's state is made with the `tx` of the step, which differs between the engines."""
+def test_states_of_another_step_are_refused():
+    """Of the other engine, inside of an accumulation, at another step of the optimizer, of another optimizer, or donated."""
     (fused, plain), (multi, wrapped) = (toy.start(engine=engine) for engine in ("fused", "multi_steps"))
-    for step, state in ((fused, wrapped), (multi, plain)):
-        with pytest.raises(ConfigError, match=r"create_state\(params, step.tx, mesh\)"):
-            step(state, batch_of_arrays(step))
-
-
-@pytest.mark.parametrize(("name", "words"), [("mini_step", "microbatch 1 of step 0"), ("gradient_step", "must be equal")])
-def test_multi_steps_begins_with_whole_steps(name, words):
-    """A state inside an accumulation, or whose optimizer counts other steps, would leave the plan."""
-    step, state = toy.start(engine="multi_steps")
-    state = state.replace(opt_state=state.opt_state._replace(**{name: jnp.int32(1)}))
-    with pytest.raises(ConfigError, match=words):
-        step(prepare_state(state, toy.mesh_of("one")), batch_of_arrays(step))
+    mesh = toy.mesh_of("one")
+    inside, ahead = (wrapped.opt_state._replace(**{name: jnp.int32(1)}) for name in ("mini_step", "gradient_step"))
+    for step, state, words in (
+        (fused, wrapped, r"create_state\(params, step.tx, mesh\)"),
+        (multi, plain, r"create_state\(params, step.tx, mesh\)"),
+        (multi, wrapped.replace(opt_state=inside), "microbatch 1 of step 0"),
+        (multi, wrapped.replace(opt_state=ahead), "must be equal"),
+        (fused, toy.flax_state()(plain.params, optax.sgd(1.0)), "another tx than the step"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            step(prepare_state(state, mesh), batch_of_arrays(step))
+    batch = batch_of_arrays(fused)
+    fused(plain, batch)
+    with pytest.raises(ConfigError, match="donated to an earlier step"):
+        fused(plain, batch)
 
 
 def test_state_with_two_carried_fields_is_refused():
     """A loss function carries one value; the other field would be ignored."""
-    mesh = toy.mesh_of("one")
-    step, _ = toy.start()
-    state = LinenTrainState.create(apply_fn=None, params=toy.new_params(mesh), tx=step.tx)
-    fields = [("step", int), ("params", dict), ("opt_state", tuple), ("mutable", dict), ("batch_stats", dict)]
-    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Both", fields, frozen=True))
-    state = kind(state.step, state.params, state.opt_state, {"a": np.float32(0)}, {"b": np.float32(0)})
+    kind = collections.namedtuple("State", "step params opt_state mutable batch_stats")
     with pytest.raises(ConfigError, match="both mutable and batch_stats"):
-        prepare_state(state, mesh)
+        prepare_state(kind(0, {}, (), {"a": np.float32(0)}, {"b": np.float32(0)}), toy.mesh_of("one"))
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
@@ -289,28 +273,20 @@ def test_state_or_rows_of_another_kind_are_named(engine):
         step(state, batch_of_arrays(step, x=np.ones((16, toy.WIDTH), np.int32)))
 
 
-def test_donated_state_is_named():
-    """A state that an earlier step has consumed is an error that says so."""
-    step, state = toy.start()
-    batch = batch_of_arrays(step)
-    step(state, batch)
-    with pytest.raises(ConfigError, match="donated to an earlier step"):
-        step(state, batch)
-
-
-@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
-def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine):
-    """With `skip_nonfinite`, decay does not act without a weight, and that is no skipped step."""
+@pytest.mark.parametrize(("engine", "skips"), [("fused", True), ("multi_steps", True), ("fused", False)])
+def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine, skips):
+    """The gradient and the loss are 0, not NaN. With `skip_nonfinite`, decay does not act, and that is no skipped step."""
 
     def loss(params, batch, keys, carried):
         return *toy.loss_fn(params, batch, keys), {"count": carried["count"] + 1}
 
-    options = {"mutable": {"count": np.float32(0)}, "engine": engine, "skip_nonfinite": True}
-    step, state = toy.start(loss=loss, tx=optax.adamw(0.1, weight_decay=0.5), **options)
+    options = {"mutable": {"count": np.float32(0)}, "engine": engine, "skip_nonfinite": skips}
+    step, state = toy.start(loss=loss, tx=optax.adamw(0.1, weight_decay=0.5 * skips), **options)
     before = jax.device_get((state.params, optax.tree.get(state.opt_state, "mu")))
     state, metrics = step(state, batch_of_arrays(step, weight=np.zeros(16, np.float32)))
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, optax.tree.get(state.opt_state, "mu"))))
-    assert (float(state.mutable["count"]), int(state.step), bool(metrics["skipped"])) == (1, 1, False)
+    assert (float(state.mutable["count"]), int(state.step), metrics.get("skipped", False)) == (1, 1, False)
+    assert float(metrics["loss"]) == 0
 
 
 @pytest.mark.parametrize("field", ["dynamic_scale", "frozen"])
@@ -322,8 +298,7 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
 
     mesh = toy.mesh_of("one")
     step, _ = toy.start(loss=Own())
-    fields = [("step", int), ("params", dict), ("opt_state", tuple), (field, dict)]
-    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass("State", fields, frozen=True))
+    kind = collections.namedtuple("State", ["step", "params", "opt_state", field])
     state = kind(0, toy.new_params(mesh), step.tx.init(toy.new_params(mesh)), DynamicScale())
     with pytest.raises(ConfigError, match="scale the loss" if field == "dynamic_scale" else "keep such arrays"):
         step(prepare_state(state, mesh), batch_of_arrays(step))

@@ -1,6 +1,6 @@
 """Numbers go bad: a step that is not finite changes nothing but the counters, and too many of them stop the run."""
 
-import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from helpers.runs import metrics_of
 
 from rampup.data.batches import step_batches
 from rampup.engine.state import create_state
-from rampup.engine.step import train_step
 from rampup.engine.update import select_step
 from rampup.errors import NonFiniteError
 from rampup.loop.events import StepDone, StepSkipped
@@ -48,44 +47,22 @@ CASES = [(engine, "one", microbatch, kind) for engine in ENGINES for microbatch 
 
 @pytest.mark.parametrize(("engine", "mesh", "microbatch", "kind"), [*CASES, ("fused", "data_fsdp_tensor", 0, "nan")])
 def test_a_bad_step_is_left_out_whole(engine, mesh, microbatch, kind):
-    """Wherever the bad row is, parameters and moments stay, counters move on, and the steps around it are not touched."""
+    """Wherever the bad row is, parameters, moments and accumulators stay, counters move on, and other steps are not touched."""
     bad = 6
     states, metrics = states_of(engine, toy_run.rows({row_in(bad, microbatch): BAD[kind]}), mesh=mesh)
     assert [bool(values["skipped"]) for values in metrics] == [step == bad for step in range(toy_run.STEPS)]
-    toy_run.assert_equal(states[bad + 1].params, states[bad].params)
-    moments = [optax.tree_utils.tree_get(states[n].opt_state, "mu") for n in (bad, bad + 1)]
-    toy_run.assert_equal(*moments)
+    floats = [[x for x in jax.tree.leaves((state.params, state.opt_state)) if x.dtype.kind == "f"] for state in states]
+    toy_run.assert_equal(floats[bad + 1], floats[bad])
+    kinds = optax.ScaleByAdamState, optax.ScaleByScheduleState
+    parts = [jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, kinds)) for state in states]
+    (adam, schedule), (same, later) = ([x for x in parts[n] if isinstance(x, kinds)] for n in (bad, bad + 1))
+    toy_run.assert_equal(same, adam)
+    assert (schedule.count, later.count) == (bad, bad + 1)
     assert [int(state.step) for state in states] == list(range(toy_run.STEPS + 1))
     assert all(np.isfinite(leaf).all() for state in states for leaf in jax.tree.leaves((state.params, state.opt_state)))
     clean, _ = states_of(engine, toy_run.rows(), mesh=mesh)
     toy_run.assert_equal(states[bad], clean[bad])
     assert not np.array_equal(states[bad + 2].params["in"], states[bad + 1].params["in"])
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_step_after_is_as_if_the_bad_one_had_not_been_there(engine):
-    """Optimizer moments and accumulators are clean: the next update is that of an optimizer which never saw the step."""
-    bad = 6
-    states, _ = states_of(engine, toy_run.rows({row_in(bad): np.nan}))
-    mesh, plan, step = toy_run.parts(engine)
-    before = states[bad]
-    counters = {"step": np.int32(bad + 1)}
-    state = create_state(before.params, step.tx, mesh).replace(opt_state=before.opt_state, **counters)
-    state = state.replace(opt_state=_with_counts(state.opt_state, bad + 1, engine))
-    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, create_state(before.params, step.tx, mesh)))
-    batch = next(step_batches(toy_run.rows(), plan, mesh, start=bad + 1, chunk_size=toy_run.CHUNK_SIZE[engine]))
-    state, _ = step(state, batch)
-    toy_run.assert_equal(jax.device_get(state.params), states[bad + 2].params)
-
-
-def _with_counts(opt_state, step, engine):
-    """Set what counts optimizer steps for schedules, as it stands after skipped steps too."""
-
-    def of(node):
-        return node._replace(count=np.int32(step)) if isinstance(node, optax.ScaleByScheduleState) else node
-
-    opt_state = jax.tree.map(of, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
-    return opt_state._replace(gradient_step=np.int32(step)) if engine == "multi_steps" else opt_state
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -149,16 +126,12 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
     source = toy_run.rows({row_in(step): np.inf for step in (2, 6, 9)})
     _, whole = toy_run.run(tmp_path / "whole", source=source, engine=engine, skip_nonfinite=2)
 
-    class Events(list):
-        """A list of events that ends the process at one of them."""
-
-        def append(self, event):
-            """Take an event."""
-            if isinstance(event, StepDone) and event.step == 7:
-                raise ZeroDivisionError
+    def fail(event):
+        if isinstance(event, StepDone) and event.step == 7:
+            raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=Events())
+        toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=SimpleNamespace(append=fail))
     summary, cut = toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2)
     assert summary.resumed_from in (4, 8)
     toy_run.assert_equal(cut, whole)
@@ -182,21 +155,3 @@ def test_schedules_inside_injected_hyperparameters_move_on():
     kept = select_step(np.bool_(False), new, old)
     assert int(kept.count) == 1
     toy_run.assert_equal(optax.tree_utils.tree_get(kept, "mu"), optax.tree_utils.tree_get(old, "mu"))
-
-
-def test_carried_state_stays_clean():
-    """Batch statistics and the like do not take a value that is not finite, with either engine."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh, steps=8)
-
-    def loss_fn(params, batch, rngs, carried):
-        loss, weight, aux = toy_run.loss_fn(params, batch, rngs)
-        return loss, weight, aux, {"mean": 0.9 * carried["mean"] + 0.1 * loss / weight}
-
-    for engine in ENGINES:
-        step = train_step(loss_fn, optax.sgd(0.01), plan, mesh, engine=engine, skip_nonfinite=True)
-        state = create_state(toy.new_params(mesh), step.tx, mesh, mutable={"mean": np.float32(0)})
-        for batch in step_batches(toy_run.rows({row_in(5): np.nan}), plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
-            state, values = step(state, batch)
-            assert bool(values["skipped"]) == (batch.position.step == 5)
-            assert math.isfinite(float(state.mutable["mean"]))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
@@ -31,6 +34,11 @@ TORI = {
     "ring": np.array([[0, 1, 2, 3], [7, 6, 5, 4]]),
     "cube": np.arange(8).reshape(2, 2, 2),
 }
+
+
+def slow(*case, **options):
+    """Return a case of a test that runs on request only."""
+    return pytest.param(*case, marks=pytest.mark.slow, **options)
 
 
 def mesh_of(name):
@@ -70,6 +78,11 @@ def rows(number=400, dtype=np.float32):
     ]
 
 
+def stacked(items):
+    """Return rows as arrays (rows, ...)."""
+    return jax.tree.map(lambda *x: np.stack(x), *items)
+
+
 def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
     """Return a plan of three phases whose batches divide over eight replicas."""
     d = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -95,12 +108,30 @@ def start(
     return step, rampup.prepare_state(state(params, step.tx), mesh)
 
 
+def history(step, state, batches=None):
+    """Return the state after some batches, by default those of `rows`, and the metrics of every step on the host."""
+    found = []
+    for batch in step.batches(rows()) if batches is None else batches:
+        state, metrics = step(state, batch)
+        found.append(jax.device_get(metrics))
+    return state, found
+
+
+class ScaledState(train_state.TrainState):
+    """A TrainState of Flax that scales the loss."""
+
+    dynamic_scale: Any = None
+
+
+def flax_state(kind=train_state.TrainState, **fields):
+    """Return a function that makes a state of Flax from parameters and an optimizer."""
+    return lambda params, tx: kind.create(apply_fn=None, params=params, tx=tx, **fields)
+
+
 def train(step, state, steps=None, data=None):
     """Return the state and the metrics after some steps."""
-    metrics = None
-    for batch in step.batches(data or rows(), stop=steps):
-        state, metrics = step(state, batch)
-    return state, metrics
+    state, found = history(step, state, step.batches(data or rows(), stop=steps))
+    return state, found[-1]
 
 
 def open_rows(kind, train_files=None, *, length=4, eval_files=None):
