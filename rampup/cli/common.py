@@ -201,10 +201,9 @@ def check_picture(path: str | None) -> None:
     """Refuse a picture with another suffix, in no folder or without matplotlib, before the work."""
     if path is None:
         return
-    from rampup.show.figures import FORMATS, import_matplotlib
+    from rampup.show.figures import check_format, import_matplotlib
 
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
+    check_format(path)
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")
     import_matplotlib("figure")

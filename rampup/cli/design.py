@@ -53,17 +53,16 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if args.cost_per_prompt is not None:
         problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
         raise ConfigError(problem, path=COMMAND_LINE, key="cost-per-prompt")
-    folders = [as_path(path) for path in args.measured]
+    file, folders = args.config, [as_path(path) for path in args.measured]
     if source.is_dir():
-        folders = [source, *folders]
+        if not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
+            problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
+            fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
+            raise ConfigError(f"{problem}; {fix}", path=COMMAND_LINE)
+        file, folders = run_config(source), [source, *folders]
     elif not folders:
         problem = "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
         raise ConfigError(f"{problem}`rampup critical` has measured", path=COMMAND_LINE, key="measured")
-    if source.is_dir() and not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
-        problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
-        fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
-        raise ConfigError(f"{problem}; {fix}", path=COMMAND_LINE)
-    file = run_config(source) if source.is_dir() else args.config
     config = rampup.load_config(file, args.overrides, environ=environment())
     check_picture(args.output)
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")

@@ -48,12 +48,30 @@ def run(args: argparse.Namespace, console: object) -> Result:
     rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
-        return _plan_rollout(args)
+        from rampup.dialects.export import export_rollout
+        from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
+
+        config = load_rollout_config(args.config, args.overrides, environ=common.environment())
+        num_devices = common.count_devices(args, config)
+        schedule = build_rollout_schedule(config, num_devices)
+        plan = schedule.stages[-1][1]
+        if args.export is not None:
+            return _export(export_rollout(config, plan, num_devices, args.export), args)
+        notes = rollout_notes(config, plan)
+        facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
+        return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
     max_phases = None if args.all else MAX_PHASES
     if args.diff is not None:
-        return _compare(args, config, plan, max_phases)
+        if common.is_rollout_file(args.diff):
+            raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
+        other, other_plan = common.read_plan(args, args.diff, ())
+        changed, names = config.differences(other), (" ".join([args.config, *args.overrides]), args.diff)
+        return Result(
+            facts={"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed},
+            show=lambda console: print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
+        )
     if args.budget is not None:
         return _apply_budget(args, config, plan)
     if args.export is not None:
@@ -67,7 +85,6 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
         rows = phase_hyperparameters(config, plan)
         facts["phases"] = [{**phase, **row} for phase, row in zip(plan.phase_rows(), rows, strict=True)]
-
     if args.other_devices:
         devices = facts["possible_devices"] = possible_devices(config, plan)
 
@@ -103,21 +120,6 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
         raise ConfigError(text, key=key, path=COMMAND_LINE)
 
 
-def _plan_rollout(args: argparse.Namespace) -> Result:
-    from rampup.dialects.export import export_rollout
-    from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
-
-    config = load_rollout_config(args.config, args.overrides, environ=common.environment())
-    num_devices = common.count_devices(args, config)
-    schedule = build_rollout_schedule(config, num_devices)
-    plan = schedule.stages[-1][1]
-    if args.export is not None:
-        return _export(export_rollout(config, plan, num_devices, args.export), args)
-    notes = rollout_notes(config, plan)
-    facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
-    return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
-
-
 def _export(exported: Exported, args: argparse.Namespace) -> Result:
     """Print the sizes in another system's keys, or write them into a file."""
     text = exported.to_yaml(args.export)
@@ -129,19 +131,6 @@ def _export(exported: Exported, args: argparse.Namespace) -> Result:
     facts = {"system": args.export, "values": exported.values, "facts": exported.facts, "notes": list(exported.notes)}
     shown = text if args.output is None else f"wrote {args.output}\n"
     return Result(facts=facts, show=lambda console: console.print(shown, end="", soft_wrap=True, markup=False, highlight=False))
-
-
-def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan, max_phases: int | None) -> Result:
-    """Compare a plan with the one of another file."""
-    if common.is_rollout_file(args.diff):
-        raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
-    other, other_plan = common.read_plan(args, args.diff, ())
-    plans, changed = (plan, other_plan), config.differences(other)
-    names = (" ".join([args.config, *args.overrides]), args.diff)
-    return Result(
-        facts={"a": plans[0].to_dict(), "b": plans[1].to_dict(), "changed_keys": changed},
-        show=lambda console: print_comparison(plans, names, changed, console, max_phases=max_phases),
-    )
 
 
 def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:

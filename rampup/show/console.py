@@ -100,20 +100,17 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
     names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * scaled
-    rows, ends, sizes = plan.phase_rows(), {"bar": ""}, {name: TITLES[name] for name in names}
+    rows, sizes = plan.phase_rows(), {name: TITLES[name] for name in names}
     unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
     mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
 
-    def table(columns: Mapping[str, str]) -> Table:
-        def cells(index: int) -> list[str]:
-            bar = mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
-            return [bar if name == "bar" else phase_cell(rows[index], name, rest=plan.rest) for name in columns]
+    def cell(index: int, name: str) -> str:
+        if name == "bar":
+            return mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
+        return phase_cell(rows[index], name, rest=plan.rest)
 
-        return _phases_table(console, columns.values(), len(rows), cells, max_phases, dim=unreached)
-
-    _print_first_that_fits(
-        console, ([*map(table, layout)] for layout in ([WHEN | sizes | ends], [WHEN | sizes], [WHEN, sizes]))
-    )
+    layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
+    _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
@@ -137,21 +134,18 @@ def print_hyperparameters(
     plan: RampPlan, rows: Sequence[Mapping[str, float]], console: Console, *, max_phases: int | None = MAX_PHASES
 ) -> None:
     """Print the hyperparameters of every phase; `rows` has them by key. See `print_plan` for the other arguments."""
-    names = [name for name in _HYPERPARAMETERS if name in rows[0]]
-    rates = [name for name in names if "rate" in name]
+    titles = {name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]}
+    rates = {name: title for name, title in titles.items() if "rate" in name}
+    others = {name: title for name, title in titles.items() if name not in rates}
 
-    def table(names: Sequence[str]) -> Table:
-        def cells(index: int) -> list[str]:
-            digits = {"adam_b1": 6, "adam_b2": 6}
-            values = ((name, rows[index][name]) for name in names)
-            texts = (f"{n:,.0f}" if n >= 1000 else f"{n:.{digits.get(name, 4)}g}" for name, n in values)
-            return [f"{plan.ramp.sizes[index]:,}", *texts]
+    def cell(index: int, name: str) -> str:
+        if name == "global_batch_size":
+            return f"{plan.ramp.sizes[index]:,}"
+        number, digits = rows[index][name], 6 if name in ("adam_b1", "adam_b2") else 4
+        return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
 
-        titles = [*BATCH.values(), *(_HYPERPARAMETERS[name] for name in names)]
-        return _phases_table(console, titles, len(rows), cells, max_phases)
-
-    layouts = ([names], [rates, [name for name in names if name not in rates]])
-    _print_first_that_fits(console, ([table(part) for part in layout if part] for layout in layouts))
+    layouts = ([titles], [part for part in (rates, others) if part])
+    _print_phases(console, [[BATCH | part for part in layout] for layout in layouts], cell, len(rows), max_phases)
     console.print("learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens")
 
 
@@ -180,18 +174,18 @@ def print_comparison(
     split, batch = split_columns(any(plan.splitter.num_stages > 1 for plan in plans)), {"global_batch_size": "batch"}
     when, samples = WHEN | batch, {"start_sample": WHEN["start_sample"]} | batch
     steps = {name: title for name, title in when.items() if name != "start_sample"}
-    pairs_of_phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
+    phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
 
-    def table(columns: Mapping[str, str]) -> Table:
-        def cells(index: int) -> list[str]:
-            pair = pairs_of_phases[index]
-            return [*(phase_cell(row, name) for row in pair for name in columns), MARK if pair[0] != pair[1] else ""]
+    def of_both(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
+        marked = {name: f"{title} " if "\n" in title else f"{title}\n" for name, title in columns.items()}
+        return {(which, name): title + "ab"[which] for which in (0, 1) for name, title in marked.items()} | {(0, ""): ""}
 
-        ends = [f"{title}\n{end}" if "\n" not in title else f"{title} {end}" for end in "ab" for title in columns.values()]
-        return _phases_table(console, [*ends, ""], len(pairs_of_phases), cells, max_phases)
+    def cell(index: int, column: tuple[int, str]) -> str:
+        pair, (which, name) = phases[index], column
+        return phase_cell(pair[which], name) if name else MARK * (pair[0] != pair[1])
 
     layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
-    _print_first_that_fits(console, ([*map(table, layout)] for layout in layouts))
+    _print_phases(console, [[*map(of_both, layout)] for layout in layouts], cell, len(phases), max_phases)
 
 
 def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
@@ -330,34 +324,35 @@ def split_columns(pipeline: bool) -> dict[str, str]:
     return {name: title for name, title in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
 
 
-def _phases_table(
+def _print_phases(
     console: Console,
-    titles: Iterable[str],
+    layouts: Iterable[Iterable[Mapping[Any, str]]],
+    cell: Callable[[int, Any], str],
     number: int,
-    cells: Callable[[int], Iterable[str]],
     most: int | None,
     *,
     dim: Collection[int] = (),
-) -> Table:
-    """Return a table with a row for each phase. If there are more than `most`, the middle ones are counted below it."""
-    table = make_table(console, ["phase", *titles])
-    if table.columns[-1].header == "":  # bars or marks
-        table.columns[-1].justify = "left"
+) -> None:
+    """Print a number of phases in the tables of the first layout that is narrow enough, or else of the last.
+
+    Each table has its columns with their titles, and `cell` gives the text of a phase in a column. If there are more phases
+    than `most`, the middle ones are counted below.
+    """
     hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
-    for index in range(number):
-        if index not in hidden:
-            table.add_row(f"({index})" if index in dim else str(index), *cells(index), style="dim" if index in dim else None)
-        elif index == hidden.start:
-            table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
-    if hidden:
-        table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
-        table.caption_justify = "left"
-    return table
-
-
-def _print_first_that_fits(console: Console, layouts: Iterable[Sequence[Table]]) -> None:
-    """Print the tables of the first layout that is narrow enough, or else of the last."""
-    for tables in layouts:
+    for layout in layouts:
+        tables = [make_table(console, ["phase", *columns.values()]) for columns in layout]
+        for columns, table in zip(layout, tables, strict=True):
+            if table.columns[-1].header == "":  # bars or marks
+                table.columns[-1].justify = "left"
+            for index in range(number):
+                if index not in hidden:
+                    name, style = (f"({index})", "dim") if index in dim else (str(index), None)
+                    table.add_row(name, *(cell(index, column) for column in columns), style=style)
+                elif index == hidden.start:
+                    table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
+            if hidden:
+                table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
+                table.caption_justify = "left"
         widths = [Measurement.get(console, console.options.update(max_width=1000), table).maximum for table in tables]
         if max(widths) <= console.width:
             break

@@ -90,7 +90,7 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugin
 def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
     """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""
     calls = []
-    monkeypatch.setattr(cli, "enable_huge_pages", lambda: calls.append(1))
+    monkeypatch.setattr(common, "enable_huge_pages", lambda: calls.append(1))
     monkeypatch.setattr(sys, "argv", ["rampup", *argv])
     with contextlib.suppress(SystemExit):
         cli.main(words)
