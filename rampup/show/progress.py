@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,25 @@ class TrainProgress:
                     text = f"{text}: " if self._has_phases else ""
                     text += f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
                 self._console.print(text)
-            case events.StepDone():
-                self._show_step(event.metrics)
+            case events.StepDone(metrics=metrics):
+                if self._recent:  # The first step is left out, with its compilation.
+                    self._compile_seconds += metrics.get("compile_seconds", 0.0)
+                self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
+                rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+                phase = f", phase {metrics['phase']}" if self._has_phases else ""
+                line = (
+                    f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
+                    f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
+                )
+                if metrics.get("reward") is not None:
+                    line += f", reward {metrics['reward']:.3f}"
+                if metrics.get("noise_scale_samples_low") is not None:
+                    value, low, high = (metrics[f"noise_scale_samples{end}"] for end in ("", "_low", "_high"))
+                    line += f", noise scale {NoiseEstimate(value=value, low=low, high=high)} samples"
+                if self._bar.visible:
+                    self._bar.update(metrics["consumed_samples"], self._time_left(), line)
+                elif metrics["step"] % self._log_period == 0:
+                    self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
             case events.Evaluated():
                 if "accuracy" in event.metrics:
                     found = f"{event.metrics['accuracy']:.1%} of the answers are right"
@@ -233,8 +250,15 @@ class TrainProgress:
                 self._console.print("stopping after the steps in flight; Ctrl-C again stops at once and saves nothing")
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
-            case events.LearningRateChanged():
-                self._console.print(_describe_rate_change(event), style="yellow")
+            case events.LearningRateChanged(schedule_steps=length):
+                text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the "
+                text += f"run continues has {event.after:.4g} there"
+                if length is not None and length <= event.step + 1:
+                    text += f"; the schedule before ended after {length:,} steps"
+                elif length is not None:
+                    text += f"; learning_rate_schedule_steps={length} keeps the schedule before"
+                    text += f" and is at its end after {length:,} steps" if event.plan.total_steps > length else ""
+                self._console.print(text, style="yellow")
             case events.RunAborted():
                 self._bar.stop()
                 if event.checkpoint is None:
@@ -258,26 +282,6 @@ class TrainProgress:
         plan = self._plan
         return plan is None or len(plan.splits) > 1 or (isinstance(plan, RampPlan) and plan.auto_schedule == "follow")
 
-    def _show_step(self, metrics: Mapping[str, Any]) -> None:
-        if self._recent:  # The first step is left out, with its compilation.
-            self._compile_seconds += metrics.get("compile_seconds", 0.0)
-        self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
-        rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
-        phase = f", phase {metrics['phase']}" if self._has_phases else ""
-        line = (
-            f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
-            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
-        ) + (f", reward {metrics['reward']:.3f}" if metrics.get("reward") is not None else "")
-        if "noise_scale_samples" in metrics:
-            ends = {
-                name: metrics[f"noise_scale_samples{end}"] for name, end in (("value", ""), ("low", "_low"), ("high", "_high"))
-            }
-            line += f", noise scale {NoiseEstimate(**ends)} samples" if ends["low"] is not None else ""
-        if self._bar.visible:
-            self._bar.update(metrics["consumed_samples"], self._time_left(), line)
-        elif metrics["step"] % self._log_period == 0:
-            self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
-
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
 
@@ -289,17 +293,6 @@ class TrainProgress:
         minutes, seconds = divmod(round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _describe_rate_change(event: events.LearningRateChanged) -> str:
-    text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the run continues "
-    text += f"has {event.after:.4g} there"
-    if event.schedule_steps is None:
-        return text
-    if event.schedule_steps <= event.step + 1:
-        return f"{text}; the schedule before ended after {event.schedule_steps:,} steps"
-    ends = f" and is at its end after {event.schedule_steps:,} steps" if event.plan.total_steps > event.schedule_steps else ""
-    return f"{text}; learning_rate_schedule_steps={event.schedule_steps} keeps the schedule before{ends}"
 
 
 def _format_loss(value: float | None) -> str:
