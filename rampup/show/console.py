@@ -120,12 +120,10 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
         for choice in plan.pipeline_candidates[:MAX_CHOICES]:
-            sizes, b = (
-                map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size)),
-                plan.splits[-1].microbatch_size,
-            )
+            sizes = map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size))
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, "used" * (choice.microbatch_size == b))
+            used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
+            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
         console.print(choices)
     print_notes(plan.advice, console)
 
@@ -360,7 +358,7 @@ def _print_phases(
 
 
 def phase_cell(row: Mapping[str, object] | None, name: str, *, rest: str = "rest") -> str:
-    """Return a size of a phase as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
+    """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
     if row is None:
         return "-"
     if row.get(name) is None:
@@ -393,7 +391,7 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         names = ("start_step", "num_steps", "prompts_per_step", "samples_per_prompt", "samples_per_step")
         names += ("mini_batch_samples", "optimizer_steps")
         console.print(f"{steps} of a batch that grows; {total} of the policy")
-        console.print(make_table(console, titles, [[_cell(row[name]) for name in names] for row in stages]))
+        console.print(make_table(console, titles, [[phase_cell(row, name) for name in names] for row in stages]))
         console.print(f"in the last stage, a step of {sizes}:")
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
@@ -407,7 +405,7 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         if model and what == "mini batches":
             table.add_row(f"  {model[0]}", *[""] * 5)
         name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
-        table.add_row(name, *(_cell(row[key]) for key in ("number", "prompts", "samples", "tokens")), row["how"])
+        table.add_row(name, *(phase_cell(row, key) for key in ("number", "prompts", "samples", "tokens")), row["how"])
     table.add_row("-> weights to the generator", *[""] * 5)
     console.print(table)
     if plan.eval_prompts:
@@ -432,7 +430,7 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         columns = {f"published for {suggestion.published_for}": suggestion.published}
         if suggestion.repository is not None:
             columns["the repository uses"] = suggestion.repository
-        rows = [(name, *(_cell(sizes[name]) for sizes in columns.values())) for name in suggestion.published]
+        rows = [(name, *(phase_cell(sizes, name) for sizes in columns.values())) for name in suggestion.published]
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
@@ -443,7 +441,3 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         )
     for note in suggestion.notes:
         console.print(f"- {note}")
-
-
-def _cell(value: int | None) -> str:
-    return "" if value is None else format_value(value)

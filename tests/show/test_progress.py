@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.loop import events
-from rampup.show.progress import Bar, TrainProgress, _TerminalBar, in_notebook, make_bar
+from rampup.show.progress import TerminalBar, TrainProgress, in_notebook, make_bar
 
 PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
 
@@ -139,9 +139,9 @@ def test_make_bar_fits_the_output(monkeypatch):
     """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()
-    assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
-    assert type(make_bar(console())) is Bar
-    assert not make_bar(console(force_terminal=True), quiet=True).visible
+    assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
+    assert make_bar(console()) is None
+    assert shown(quiet=True, console={"force_terminal": True}) == ""
     assert shown(quiet=True) == ""
 
 
@@ -155,11 +155,11 @@ def show_in_a_notebook():
     with capture_output() as captured:
         text = shown()
         bar = make_bar(console())
-        bar.update(3, "0:01", "before its start")
+        bar.move(3, "0:01", "before its start")
         bar.stop()
-        bar.start(29_632, 1_000)
-        bar.start(29_632, 2_000)
-        bar.update(12_345, "3:21", "<step 7>")
+        bar.begin(29_632, 1_000)
+        bar.begin(29_632, 2_000)
+        bar.move(12_345, "3:21", "<step 7>")
         bar.stop()
         bar.stop()
     pages = [(output["data"]["text/html"], output["update"]) for output in captured._outputs]
