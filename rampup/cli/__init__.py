@@ -23,8 +23,7 @@ from rich.console import Console
 
 import rampup
 from rampup.cli import common
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
+from rampup.errors import NonFiniteError, RampupError, StorageError
 
 # Each command, whose module has its name, with one line of help.
 COMMANDS = {
@@ -61,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if option := re.match(r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message):
             message += f"; a key of the configuration is set without dashes, {option[1]}={option[2] or 'VALUE'}"
-        raise ConfigError(f"{message}; see `{self.prog} --help`", path=COMMAND_LINE)
+        raise common.usage_error(f"{message}; see `{self.prog} --help`")
 
 
 class _Console(Console):
@@ -138,7 +137,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         close = "".join(f"; did you mean {known}?" for known in difflib.get_close_matches(name, COMMANDS, n=1))
         problem = f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
-        raise ConfigError(problem, path=COMMAND_LINE, nearest=tuple(COMMANDS))
+        raise common.usage_error(problem, nearest=tuple(COMMANDS))
     command: list[str] = []
     if name == "check" and "--" in rest:  # what follows is a command of another system
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]

@@ -11,9 +11,8 @@ from rich.console import Console
 
 import rampup
 from rampup.cli import common
-from rampup.cli.common import Result, arg
+from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import list_devices, possible_devices
-from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
 from rampup.plan.plan import token_budget
@@ -105,19 +104,16 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     names = ("diff", "budget", "hyperparameters", "other_devices", *(() if rollout else ("export",)))
     given = [name.replace("_", "-") for name in names if getattr(args, name)]
     rates = [name.replace("_", "-") for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
-    key, text = None, ""
     if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
-        key, text = given[0], f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out"
-    elif args.output is not None and args.export is None:
-        key, text = "output", "-o is the file of --export; add --export SYSTEM"
-    elif rollout and given:
-        key, text = given[0], f"--{given[0]} is for a pre-training plan, not for a rollout"
-    elif rates and args.budget is None:
-        key, text = rates[0], f"--{rates[0]} gives the time of a token budget; add --budget"
-    elif len(rates) > 1:
-        key, text = rates[1], "--tokens-per-second and --measured both give the throughput; leave one out"
-    if key is not None:
-        raise ConfigError(text, key=key, path=COMMAND_LINE)
+        raise usage_error(f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out", key=given[0])
+    if args.output is not None and args.export is None:
+        raise usage_error("-o is the file of --export; add --export SYSTEM", key="output")
+    if rollout and given:
+        raise usage_error(f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0])
+    if rates and args.budget is None:
+        raise usage_error(f"--{rates[0]} gives the time of a token budget; add --budget", key=rates[0])
+    if len(rates) > 1:
+        raise usage_error("--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1])
 
 
 def _export(exported: Exported, args: argparse.Namespace) -> Result:
@@ -137,7 +133,7 @@ def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.
     """Show what a budget of tokens means for a plan."""
     if plan.auto_schedule == "follow":
         text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
-        raise ConfigError(text, key="budget", path=COMMAND_LINE)
+        raise usage_error(text, key="budget")
     tokens = parse_count(args.budget, what="budget", key="budget")
     throughput = None
     if args.measured is not None:

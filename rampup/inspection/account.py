@@ -173,12 +173,11 @@ def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
     """Return the account of a program; `mesh` names its axes if the program does not."""
     mesh = mesh or program.mesh
     collectives, seen, kernels = list[Collective](), set[tuple[Any, ...]](), dict[str, None]()
-    flops, moved = [Counter[str]()], [0]
-    for visit in program.visits():
+    visits = list(program.visits())
+    depths = range(1 + max(visit.open_loops for visit in visits))
+    flops, moved = [Counter[str]() for _ in depths], [0 for _ in depths]
+    for visit in visits:
         instruction, operands = visit.instruction, visit.computation.operands(visit.instruction)
-        while len(flops) <= visit.open_loops:
-            flops.append(Counter())
-            moved.append(0)
         # The second half of an asynchronous collective does not count.
         kind = instruction.opcode.removesuffix("-start")
         between_slices = _BETWEEN_SLICES.search(instruction.attributes) if kind == "send" else None

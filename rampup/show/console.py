@@ -14,12 +14,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.plan.plan import PHASE_TITLES
+from rampup.plan.plan import PHASE_TITLES, RampPlan
 from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
-    from rampup.plan.plan import RampPlan
     from rampup.plan.timetable import Operation, Timetable
     from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
@@ -36,11 +35,9 @@ ELLIPSIS = "..."
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
 TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
 TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
-_WHEN, _SPLIT = (
-    ("start_step", "start_sample", "num_steps"),
-    ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size"),
-)
-WHEN, BATCH, SPLIT = ({name: TITLES[name] for name in names} for names in (_WHEN, ("global_batch_size",), _SPLIT))
+WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
+BATCH = {"global_batch_size": TITLES["global_batch_size"]}
+SPLIT = {name: TITLES[name] for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")}
 _HYPERPARAMETERS = {
     "learning_rate_scale": TITLES["learning_rate_scale"],
     "learning_rate": "learning\nrate",

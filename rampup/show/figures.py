@@ -373,8 +373,7 @@ def check_format(path: str | Path) -> None:
 
 def line_style(number: int) -> dict[str, Any]:
     """Return the colour and the dashes of a line by its number."""
-    style = LINES[number % len(LINES)]
-    return {"color": style["color"], "linestyle": style["linestyle"]}
+    return {name: LINES[number % len(LINES)][name] for name in ("color", "linestyle")}
 
 
 def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = True, integers: bool = False) -> None:
