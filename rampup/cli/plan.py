@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import list_devices, possible_devices
@@ -72,7 +71,27 @@ def run(args: argparse.Namespace, console: object) -> Result:
             show=lambda console: print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
         )
     if args.budget is not None:
-        return _apply_budget(args, config, plan)
+        if plan.auto_schedule == "follow":
+            text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
+            raise usage_error(text, key="budget")
+        tokens, throughput = parse_count(args.budget, what="budget", key="budget"), None
+        if args.measured is not None:
+            from rampup.show.series import measured_throughput
+
+            throughput = measured_throughput(args.measured)
+        elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
+            name = "tokens-per-second"
+            parse = parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
+            rate = Fraction(parse(text, what=name, key=name))
+            if rate <= 0:
+                raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
+            throughput = dict.fromkeys(plan.ramp.sizes, rate)
+        length = config.max_target_length
+        budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
+        return Result(
+            facts={**plan.to_dict(), "budget": budget},
+            show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
+        )
     if args.export is not None:
         from rampup.dialects.export_plan import export_plan
 
@@ -127,29 +146,3 @@ def _export(exported: Exported, args: argparse.Namespace) -> Result:
     facts = {"system": args.export, "values": exported.values, "facts": exported.facts, "notes": list(exported.notes)}
     shown = text if args.output is None else f"wrote {args.output}\n"
     return Result(facts=facts, show=lambda console: console.print(shown, end="", soft_wrap=True, markup=False, highlight=False))
-
-
-def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:
-    """Show what a budget of tokens means for a plan."""
-    if plan.auto_schedule == "follow":
-        text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
-        raise usage_error(text, key="budget")
-    tokens = parse_count(args.budget, what="budget", key="budget")
-    throughput = None
-    if args.measured is not None:
-        from rampup.show.series import measured_throughput
-
-        throughput = measured_throughput(args.measured)
-    elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
-        name = "tokens-per-second"
-        parse = parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
-        rate = Fraction(parse(text, what=name, key=name))
-        if rate <= 0:
-            raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
-        throughput = dict.fromkeys(plan.ramp.sizes, rate)
-    length = config.max_target_length
-    budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
-    return Result(
-        facts={**plan.to_dict(), "budget": budget},
-        show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
-    )

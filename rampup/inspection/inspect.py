@@ -6,6 +6,7 @@ type they are summed, what is not donated. So they hold for GSPMD, `shard_map` a
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections import Counter
@@ -102,14 +103,14 @@ class Inspection:
         for a in self.accumulators:
             arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
             by_type[a.dtype] = {"arrays": arrays + 1, "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes}
-        count = lambda cs: sum(c.count(self.loop_trips) for c in cs)  # noqa: E731
+        reductions, repeated = self.gradient_reductions, self.repeated_reductions
         return {
             "num_devices": self.num_devices,
             "loop_trips": list(self.loop_trips),
             "collectives": self.account.collective_rows(self.loop_trips),
-            "gradient_reductions": count(self.gradient_reductions),
-            "gradient_reductions_in_loops": count(self.repeated_reductions),
-            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions),
+            "gradient_reductions": sum(c.count(self.loop_trips) for c in reductions),
+            "gradient_reductions_in_loops": sum(c.count(self.loop_trips) for c in repeated),
+            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in repeated),
             "reduces_once": self.reduces_once,
             "accumulators": by_type,
             "optimizer_updates": self.optimizer_updates,
@@ -148,9 +149,7 @@ class Inspection:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.findings) + "</ul>"
+        return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in self.findings) + "</ul>"
 
 
 def inspect(

@@ -56,6 +56,7 @@ MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
 NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
 TICK_LETTERS = 9
+UNIT_LABELS = {"samples": "samples consumed", "steps": "optimizer steps"}
 FORMATS = (".png", ".svg", ".pdf")
 LETTERS_PER_INCH = 12.5
 MAX_BANDS = 40
@@ -410,14 +411,12 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
 
 def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
     """Draw the batch as a staircase over samples or steps."""
-    start, stop, label = ("start_sample", "end_sample", "samples consumed")
-    if unit == "steps":
-        start, stop, label = ("start_step", "end_step", "optimizer steps")
-    edges, sizes = [(phase[start], phase[stop]) for phase in phases], [phase["global_batch_size"] for phase in phases]
+    one, sizes = unit.removesuffix("s"), [phase["global_batch_size"] for phase in phases]
+    edges = [(phase[f"start_{one}"], phase[f"end_{one}"]) for phase in phases]
     end = edges[-1][1]
     axes.stairs(sizes, [*(first for first, _ in edges), end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
     more = f"; the run continues to {total:,}" if total > end else ""
-    prepare(axes, x=label + more, y="samples per step", integers=True)
+    prepare(axes, x=UNIT_LABELS[unit] + more, y="samples per step", integers=True)
     axes.set(xlim=(0, end), ylim=(0, max(sizes) * 1.18))
     _shade(axes, edges, [phase["phase"] for phase in phases])
     if total < end:
@@ -448,7 +447,7 @@ def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RateP
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
         xs = [sample if samples else step for step, sample, _ in line]
         axes.plot(xs, [rate for *_, rate in line], label=label, linewidth=2.0 if used else 1.3, **line_style(number))
-    prepare(axes, x="samples consumed" if samples else "optimizer steps", y="learning rate")
+    prepare(axes, x=UNIT_LABELS[unit], y="learning rate")
     end = plan.consumed_samples if samples else plan.total_steps
     axes.set_xlim(0, end)
     starts = [phase.start_sample if samples else phase.start_step for phase in plan.ramp.phases]
