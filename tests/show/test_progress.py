@@ -130,17 +130,12 @@ def test_progress_time_left_counts_samples(monkeypatch):
     assert lines["step 39"].endswith("480 samples, 0:20 left")
 
 
-def console(**options):
-    """Return a console that writes into memory."""
-    return Console(file=io.StringIO(), width=80, **options)
-
-
 def test_make_bar_fits_the_output(monkeypatch):
     """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()
-    assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
-    assert make_bar(console()) is None
+    assert isinstance(make_bar(Console(file=io.StringIO(), force_terminal=True)), TerminalBar)
+    assert make_bar(Console(file=io.StringIO())) is None
     assert shown(quiet=True, console={"force_terminal": True}) == ""
     assert shown(quiet=True) == ""
 
@@ -154,7 +149,7 @@ def show_in_a_notebook():
     shell.kernel = object()
     with capture_output() as captured:
         text = shown()
-        bar = make_bar(console())
+        bar = make_bar(Console(file=io.StringIO()))
         bar.move(3, "0:01", "before its start")
         bar.stop()
         bar.begin(29_632, 1_000)
