@@ -86,31 +86,20 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
 
 
-def broken(folder):
-    """Write a configuration with two mistakes."""
-    file = folder / "run.yml"
-    file.write_text("base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
-    return file
-
-
-def test_fix_prints_a_patch(capsys, tmp_path):
-    """Without --write the file stays; the patch is on standard output below a remark for each change."""
-    file = broken(tmp_path)
-    before = file.read_text()
+def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
+    """Without --write the file stays; the patch is on standard output below a remark for each change. With --write the file is
+    legal afterwards, and a second time there is nothing to fix.
+    """
+    file = tmp_path / "run.yml"
+    file.write_text(before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
     assert main(["fix", str(file), "--devices", "4"]) == 0
     out = capsys.readouterr().out
     assert "# steps: 0 -> 1 " in out
     assert "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n" in out
     assert file.read_text() == before
-
-
-def test_fix_writes_the_file(capsys, tmp_path):
-    """With --write the file is legal afterwards, and a second time there is nothing to fix."""
-    file = broken(tmp_path)
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
     assert (code, result["written"], result["legal"], len(result["changes"])) == (0, True, False, 2)
     assert file.read_text() == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
-    assert run_json(capsys, "plan", str(file), "--devices", "4")[0] == 0
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
     assert (code, result) == (0, {"legal": True, "problems": [], "changes": [], "patch": "", "written": False})
     assert main(["fix", str(file), "--devices", "4"]) == 0

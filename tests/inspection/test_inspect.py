@@ -81,7 +81,7 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     assert {c.axes for c in found.repeated_reductions} == {("data",)}
     assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
     assert f"({NUM_BYTES:,} bytes) are reduced over data in every microbatch" in found.findings[0]
-    assert not any("lost" in finding for finding in found.findings)
+    assert not any("lost" in finding or "summed in" in finding for finding in found.findings)
 
 
 def abbreviate(text):
@@ -110,13 +110,11 @@ def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh)
     assert f"gradients ({NUM_BYTES:,} bytes in a run) are reduced once" in rampup.inspect(text).findings[0]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_inspect_names_the_type_of_the_accumulators(mesh, dtype):
+def test_inspect_names_a_narrow_type_of_the_accumulators(mesh):
     """The types of the sums are those of the loop's state; narrow ones get a remark."""
-    found = rampup.inspect(partial(scan_step, dtype=dtype), place(mesh, PARAMS), batch_of(mesh))
-    name = {jnp.bfloat16: "bf16", jnp.float32: "f32"}[dtype]
-    assert {a.dtype for a in found.accumulators} == {name}
-    assert any("summed in bf16" in finding for finding in found.findings) == (name == "bf16")
+    found = rampup.inspect(partial(scan_step, dtype=jnp.bfloat16), place(mesh, PARAMS), batch_of(mesh))
+    assert {a.dtype for a in found.accumulators} == {"bf16"}
+    assert any("summed in bf16" in finding for finding in found.findings)
 
 
 @pytest.mark.parametrize("lost", [(), ("in",), ("out",)])
