@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.snippets import PAGES, ROOT, blocks, load_generator, run_page
+from helpers.snippets import PAGES, ROOT, blocks, generator, run_page
 from helpers.tiny import TINY, command_line
 
 import rampup
@@ -24,7 +24,8 @@ TRAINED = command_line(
     TINY | {"global_rampup_samples": 20, "steps": 12, "checkpoint_period": 4, "measure_gradient_noise": True}
 )
 TRAINED_RL = "num_batches=1 batch_size=8 rl.num_generations=4 mini_batch_size=8 warm_start_steps=0 num_test_batches=0"
-WITH_BLOCKS = [page for page in PAGES if blocks(page)]
+# The README runs by default.
+WITH_BLOCKS = [PAGES[0], *(pytest.param(page, marks=pytest.mark.notebooks) for page in PAGES[1:] if blocks(page))]
 
 
 def page_id(page):
@@ -41,17 +42,10 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.notebooks) for page in WITH_BLOCKS],
-    ids=page_id,
-)
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=page_id)
 def test_page_runs(page, workplace, capsys):
     """The Python blocks and the commands of a page run in their order, and the commands print what the page shows."""
     run_page(page, lambda: capsys.readouterr().out)
-
-
-generator = load_generator()
 
 
 def documented_names():

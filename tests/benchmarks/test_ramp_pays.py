@@ -21,12 +21,8 @@ def test_schedules_consume_the_same_samples():
     """Every policy goes from the small to the large batch; Seesaw's thresholds are where the cosine has halved."""
     found = script.schedules(8, 64, 100_000)
     ramps = {name: rampup.BatchRamp.from_schedule(text) for name, text in found.items()}
-    assert {name: ramp.sizes for name, ramp in ramps.items()} == {
-        "small": (8,),
-        "large": (64,),
-        "ramp": (8, 16, 32, 64),
-        "seesaw": (8, 16, 32, 64),
-    }
+    assert list(ramps) == ["small", "large", "ramp", "seesaw"]
+    assert [ramp.sizes for ramp in ramps.values()] == [(8,), (64,), (8, 16, 32, 64), (8, 16, 32, 64)]
     for power, phase in enumerate(ramps["seesaw"].phases[1:], start=1):
         cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * phase.start_sample / 100_000))
         assert cosine == pytest.approx(2.0**-power, rel=0.01)

@@ -22,7 +22,6 @@ BASE = str(ROOT / "configs" / "base.yml")
 RL = str(ROOT / "configs" / "rl.yml")
 TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
 
-
 BAD = {
     "bool": ["maybe", "2", "", "[true]"],
     "int": ["1.5", "x", "", "-7", "1e400", "[1]"],
@@ -62,18 +61,15 @@ REFUSED = {
     "plan BASE --budget 0": "budget",
     "plan BASE --budget 1B batch_size_schedule=auto": "budget",
     "plan BASE --budget 1B --tokens-per-second 0": "tokens-per-second",
-    "plan BASE --budget 1B --measured /nowhere": "measured",
     "plan BASE --budget 1B --measured . --tokens-per-second 5": "measured",
     "plan BASE --tokens-per-second 5": "tokens-per-second",
     "plan BASE --budget 1B --diff BASE": "diff",
     "plan BASE --diff RL": "diff",
     "plan RL --diff BASE": "diff",
     "plan RL --budget 1B": "budget",
-    "plan RL batch_sise=8": "batch_sise",
     "plan RL --devices 7": "batch_size",
     "plan BASE --topology v5e:4x4 --devices 16": "devices",
     "plan BASE --topology v5e:4x4 num_devices=3": "num_devices",
-    "plan RL --topology v5e:4x4 num_devices=3": "num_devices",
     "rows BASE": None,
     "rows BASE --step 1000000": "step",
     "train BASE --fake-devices 0": "fake-devices",
@@ -85,12 +81,10 @@ REFUSED = {
     "explain stepz": "stepz",
     "suggest --params 6B": None,
     "suggest --params 0 --system trlx": "params",
-    "suggest --params 6B --system nemo": "system",
     "suggest --system trlx": "params",
     "suggest --train-tokens 1B --system trlx": None,
     "suggest --params 7B --train-tokens 1B --memory-gib 8": "memory-gib",
     "timetable --stages=0 --microbatches=8": "stages",
-    "timetable --stages=4 --microbatches=8 -o picture.xyz": "output",
     "plot": None,
     "plot steps=3": None,
     "plot a.yml b.yml": None,
@@ -100,13 +94,9 @@ REFUSED = {
     "plot FOLDER FOLDER --kind batch": None,
     "plot RL": None,
     "plot BASE -o x.gif": "output",
-    "plot BASE --width 1": "width",
     "plot BASE --kind nice": None,
     "plot BASE --kind timetable": "ici_pipeline_parallelism",
     "report BASE": None,
-    "report BASE -o x.pdf": "output",
-    "report BASE -o /nowhere/x.html": "output",
-    "report BASE per_device_batch_size=0.3 -o x.html": "per_device_batch_size",
     "report FOLDER -o x.html": None,
     "report FOLDER --from maxtext -o x.html": "from",
     "report BASE --from nobody -o x.html": "from",
@@ -174,7 +164,7 @@ def finished(*arguments):
 
 def losses(folder):
     """Return (step, samples, loss) of every line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines]
 
 
@@ -264,18 +254,13 @@ def test_train_on_a_finished_run_does_nothing(uninterrupted):
     assert summary == uninterrupted[0] | changed
 
 
-def test_failure_exits_1_with_the_traceback(tmp_path):
+def test_failure_exits_1_with_the_traceback(capsys, monkeypatch):
     """An unexpected error: exit code 1, the traceback on standard error, the error as JSON."""
-    code = (
-        "import sys, rampup.cli as cli, rampup.cli.plan as plan\n"
-        "def fail(*_): raise RuntimeError('boom')\n"
-        "plan.run = fail\n"
-        f"sys.exit(cli.main(['plan', {BASE!r}, '--json']))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert json.loads(result.stdout)["error"]["type"] == "RuntimeError"
+    monkeypatch.setattr("rampup.cli.plan.run", lambda *_: 1 / 0)
+    assert main(["plan", BASE, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Traceback" in err
+    assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
 
 
 def test_closed_pipe_exits_141():

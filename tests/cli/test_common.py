@@ -47,7 +47,6 @@ def test_enable_huge_pages_re_executes_once():
         (("glibc", "2.36"), "[always] madvise never", False),
         (("glibc", "2.36"), None, False),
         (("", ""), "always [madvise] never", False),
-        (("glibc", "odd"), "always [madvise] never", False),
     ],
 )
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):

@@ -24,17 +24,13 @@ def folder(tmp_path):
     return run
 
 
-def test_parse_inputs_sorts_words(folder):
-    """A folder is a run, a word with '=' a setting, and anything else a configuration; a file may have '=' in its name."""
-    assert parse_inputs([BASE, "steps=3"]).overrides == ("steps=3",)
-    assert parse_inputs([str(folder)]).runs == (folder,)
+def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, capsys):
+    """A folder is a run, a word with '=' a setting, and anything else a configuration; a file may have '=' in its name. `plot`
+    without -o writes into this folder: NAME.png of a run or configuration, and says so.
+    """
     odd = folder / "a=b.yml"
     odd.write_text("steps: 3\n")
     assert parse_inputs([str(odd)]).config == str(odd)
-
-
-def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, capsys):
-    """`plot` without -o writes into this folder: NAME.png of a run or configuration, and says so."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     assert main(["plot", str(folder)]) == 0

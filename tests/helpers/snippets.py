@@ -45,9 +45,8 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def load_generator() -> ModuleType:
-    """Import the Sphinx extension that writes the reference pages."""
-    return load_file("docs/_ext/generated_reference.py")
+# The Sphinx extension that writes the reference pages.
+generator = load_file("docs/_ext/generated_reference.py")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

@@ -117,7 +117,6 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
     assert account_of(Program(early)).collectives[0].overlapped
     # The dot, and what the reduce-scatter reads and writes.
     assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
-    assert Account.from_json(json.loads(json.dumps(asdict(account)))) == account
 
 
 def test_exchanges_between_slices_are_collectives():

@@ -185,12 +185,8 @@ def test_inspect_says_that_multi_steps_reduces_in_every_microbatch(mesh):
 
 def rampup_step(mesh, **options):
     """Return rampup's own step, its state and a batch of three microbatches."""
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule(f"0:{ROWS} 64:{MICROBATCHES * ROWS}"),
-        splitter=BatchSplitter(data_parallel_size=4),
-        num_devices=4,
-        total_steps=20,
-    )
+    ramp, splitter = BatchRamp.from_schedule(f"0:{ROWS} 64:{MICROBATCHES * ROWS}"), BatchSplitter(data_parallel_size=4)
+    plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=4, total_steps=20)
     tx = optax.adamw(1e-3)
     state = rampup.create_state(PARAMS, tx, mesh, **options)
     step = rampup.train_step(lambda p, rows, keys: (loss(p, rows), float(ROWS), {}), tx, plan, mesh, **options)
@@ -296,14 +292,13 @@ def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
 
 def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):
     """`print` gives the findings and the facts, each on a line of its own, and so does `rampup inspect`."""
-    args = jax.jit(scan_step), place(mesh, PARAMS), batch_of(mesh)
-    found = rampup.inspect(*args)
+    (tmp_path / "a.txt").write_text(jax.jit(scan_step).lower(place(mesh, PARAMS), batch_of(mesh)).compile().as_text())
+    found = rampup.inspect(tmp_path / "a.txt", mesh=mesh)
     lines = str(found).splitlines()
     assert lines[: len(found.findings)] == [f"- {finding}" for finding in found.findings]
     assert "collectives of a run, for each device:" in lines
     assert sum(line.startswith("  all-reduce  over data  4 devices") for line in lines) >= 1
     assert f"updates of the training state in a run: {found.optimizer_updates}" in lines
     assert max(map(len, lines)) < 400
-    (tmp_path / "a.txt").write_text(args[0].lower(*args[1:]).compile().as_text())
-    assert main(["inspect", str(tmp_path / "a.txt")]) == 0
-    assert capsys.readouterr().out == f"{rampup.inspect(tmp_path / 'a.txt')}\n"
+    assert main(["inspect", str(tmp_path / "a.txt"), "--mesh", "data=4"]) == 0
+    assert capsys.readouterr().out == f"{found}\n"

@@ -27,11 +27,10 @@ FULL = Verdict(
 )
 
 
-def shown(verdict, **options):
+def shown(verdict, *, width=200, force_terminal=False, **options):
     """Return what is printed."""
-    ours = {name: options.pop(name) for name in ("verbose", "all_phases") if name in options}
-    console = Console(file=io.StringIO(), no_color=True, highlight=False, **options)
-    print_verdict(verdict, console, **ours)
+    console = Console(file=io.StringIO(), no_color=True, highlight=False, width=width, force_terminal=force_terminal)
+    print_verdict(verdict, console, **options)
     return console.file.getvalue()
 
 
@@ -71,7 +70,7 @@ def test_print_verdict_starts_with_the_result_and_ends_with_what_each_size_chang
     """The result of the check and of the run, a summary, the rules; the effect of each size needs --verbose."""
     changes = (Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),)
     verdict = Verdict(system="trlx", outcome=outcome, summary="1 prompt; 1 step", version="of some month", changes=changes)
-    short, long = shown(verdict, width=200), shown(verdict, width=200, verbose=True)
+    short, long = shown(verdict), shown(verdict, verbose=True)
     first, *rest = short.splitlines()
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
@@ -85,7 +84,7 @@ def test_print_verdict_folds_long_tables_of_phases(count, folded):
     """The first 8 and the last 3 phases are shown; --all shows all of them."""
     rows = [{"start_step": 1000 + i, "start_sample": 0, "num_steps": 1, "global_batch_size": 16 * i} for i in range(count)]
     verdict = Verdict(system="megatron", phases=tuple(rows))
-    short, long = shown(verdict, width=200), shown(verdict, width=200, all_phases=True)
+    short, long = shown(verdict), shown(verdict, all_phases=True)
     assert sum(f"{1000 + i:,}" in long for i in range(count)) == count
     assert sum(f"{1000 + i:,}" in short for i in range(count)) == count - folded
     assert f"{1000 + count - 1:,}" in short
