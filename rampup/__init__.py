@@ -154,6 +154,6 @@ def _to_html(value: Any) -> str:
 
 # Tell IPython, if this process is one of its shells, how to show the classes. By name: this imports none of them.
 _shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-if getattr(_shell, "display_formatter", None) is not None:
+if (_formatter := getattr(_shell, "display_formatter", None)) is not None:
     for _name, _module in _SHOWN.items():
-        _shell.display_formatter.formatters["text/html"].for_type_by_name(_module, _name, _to_html)
+        _formatter.formatters["text/html"].for_type_by_name(_module, _name, _to_html)

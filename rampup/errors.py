@@ -7,7 +7,6 @@ built-in exception that a caller would expect, so `except ValueError` works.
 from __future__ import annotations
 
 import copy
-import copyreg
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class RampupError(Exception):
         self.problems: tuple[RampupError, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return type(self).__new__, (type(self),), {"args": self.args, **self.__dict__}
 
 
 class ConfigError(RampupError, ValueError):

@@ -84,7 +84,7 @@ class CliInputs:
         if self.config is not None and is_rollout_file(self.config):
             rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
             raise ConfigError(rule, path=self.config)
-        return load_config(self.file, self.overrides, environ={} if self.runs else environment())
+        return load_config(self.config or self.file, self.overrides, environ={} if self.runs else environment())
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""

@@ -171,7 +171,7 @@ def print_comparison(
     steps = {name: title for name, title in when.items() if name != "start_sample"}
     phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
 
-    def of_both(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
+    def both_and_mark(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
         marked = {name: f"{title} " if "\n" in title else f"{title}\n" for name, title in columns.items()}
         return {(which, name): title + "ab"[which] for which in (0, 1) for name, title in marked.items()} | {(0, ""): ""}
 
@@ -180,7 +180,7 @@ def print_comparison(
         return phase_cell(pair[which], name) if name else MARK * (pair[0] != pair[1])
 
     layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
-    _print_phases(console, [[*map(of_both, layout)] for layout in layouts], cell, len(phases), max_phases)
+    _print_phases(console, [[*map(both_and_mark, layout)] for layout in layouts], cell, len(phases), max_phases)
 
 
 def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
