@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,6 +12,9 @@ from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
 from rampup.show.console import make_table, print_notes
 from rampup.show.format import format_value
+
+if TYPE_CHECKING:
+    from rampup.lm.branches import CriticalBatch
 
 ARGUMENTS = {
     "run": arg("RUN_DIR", "the folder of a run; it is only read, also while the run is training"),
@@ -47,47 +51,44 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         work_folder=args.work,
         report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
+    return Result(facts=found.to_dict(), show=lambda console: _print_result(found, args.run, console))
 
-    def show(console: Console) -> None:
-        rows, close = [], []
-        for branch, rate in zip(found.branches, found.learning_rates, strict=True):
-            # The smallest branch has no difference, and so no error of it.
-            measured = (branch.loss, branch.difference, None if branch.difference is None else branch.standard_error)
-            cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)]
-            sizes = (f"{branch.multiple}x", f"{branch.global_batch_size:,}", format_value(rate))
-            rows.append((*sizes, *cells, "stopped early" if branch.stopped else ""))
-            if None not in measured[1:] and not branch.stopped:
-                close += [sizes[1]] if abs(branch.difference - found.tolerance) < 2 * branch.standard_error else []
-        titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
-        console.print(make_table(console, titles, rows, left=1))
-        relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
-        console.print(
-            f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose "
-            f"loss is within {found.tolerance:g} of every smaller one after {found.tokens:,} tokens"
-        )
-        if found.bound == "at_least":
-            largest = found.branches[-1].multiple
-            print_notes(
-                [f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console
-            )
-        if found.bound == "at_most":
-            tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
-            reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
-            print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
-        console.print(
-            f"to go on with it: rampup train {args.run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
-            f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
-        )
-        if found.noise_scale_samples is None:
-            print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
-        else:
-            console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples} samples")
-        if found.disagreement is not None:
-            print_notes([found.disagreement], console)
-        if close:
-            print_notes(
-                [f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"], console
-            )
-        console.print(f"kept in {found.folder}")
 
-    return Result(facts=found.to_dict(), show=show)
+def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
+    rows, close = [], []
+    for branch, rate in zip(found.branches, found.learning_rates, strict=True):
+        # The smallest branch has no difference, and so no error of it.
+        measured = (branch.loss, branch.difference, None if branch.difference is None else branch.standard_error)
+        cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)]
+        sizes = (f"{branch.multiple}x", f"{branch.global_batch_size:,}", format_value(rate))
+        rows.append((*sizes, *cells, "stopped early" if branch.stopped else ""))
+        if None not in measured[1:] and not branch.stopped:
+            close += [sizes[1]] if abs(branch.difference - found.tolerance) < 2 * branch.standard_error else []
+    titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
+    console.print(make_table(console, titles, rows, left=1))
+    relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
+    console.print(
+        f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose loss "
+        f"is within {found.tolerance:g} of every smaller one after {found.tokens:,} tokens"
+    )
+    if found.bound == "at_least":
+        largest = found.branches[-1].multiple
+        print_notes([f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console)
+    if found.bound == "at_most":
+        tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
+        reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
+        print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
+    console.print(
+        f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
+        f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
+    )
+    if found.noise_scale_samples is None:
+        print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
+    else:
+        console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples} samples")
+        print_notes([] if found.disagreement is None else [found.disagreement], console)
+    if close:
+        print_notes(
+            [f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"], console
+        )
+    console.print(f"kept in {found.folder}")
