@@ -5,15 +5,7 @@ import pickle
 import pytest
 
 from rampup import errors
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    RampDefinitionError,
-    RampupError,
-    StorageError,
-    a_type,
-    raise_together,
-)
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, a_type, raise_together
 
 
 def test_errors_derive_from_builtins():
@@ -46,7 +38,9 @@ def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
     assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
     copy = pickle.loads(pickle.dumps(ConfigError("bad", key="k", path="a.yml", line=3), protocol=0))
     assert (str(copy), copy.line) == ("a.yml:3: bad", 3)
-    copy = pickle.loads(pickle.dumps(StorageError("disk full", key="k")))  # an OSError, whose __new__ leaves its arguments out
+    copy = pickle.loads(
+        pickle.dumps(errors.StorageError("disk full", key="k"))
+    )  # an OSError, whose __new__ leaves its arguments out
     assert (str(copy), copy.key) == ("disk full", "k")
     assert str(ConfigError("bad", path="command line")) == "command line: bad"
 
