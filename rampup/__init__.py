@@ -81,79 +81,50 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
 
 __version__ = "0.1.0"
 
-# Where each public name is defined.
+# Where each public name is defined. `train_step` is in the room of data, whose rows its step reads.
 _HOMES = {
-    "rampup.config.build": ("build_plan",),
-    "rampup.config.load": ("load_config",),
-    "rampup.config.schema": ("Config",),
-    "rampup.dialects": ("check_command", "check_file"),
-    "rampup.errors": (
-        "BatchDivisibilityError",
-        "ConfigError",
-        "DataError",
-        "MissingDependencyError",
-        "PipelineShapeError",
-        "RampDefinitionError",
-        "RampupError",
-        "ResumeMismatchError",
-    ),
-    "rampup.lm.branches": ("CriticalBatch", "find_critical_batch_size"),
-    "rampup.lm.load": ("LoadedRun",),
-    "rampup.lm.train": ("Run", "train"),
-    "rampup.batch_size.hyperparameters": ("AdamConstants", "AdamScaling"),
-    "rampup.plan.mesh_axes": ("MeshAxes",),
-    "rampup.batch_size.noise_scale": ("NoiseEstimate", "NoiseScale"),
-    "rampup.plan.per_device": ("RampupBatchManager", "ramp_from_config"),
-    "rampup.plan.plan": ("PlanPosition", "RampPlan"),
-    "rampup.plan.ramp": ("BatchRamp", "Phase"),
-    "rampup.plan.learning_rate": ("Seesaw",),
-    "rampup.plan.split": ("BatchSplit", "BatchSplitter"),
-    "rampup.plan.timetable": ("Timetable",),
-    "rampup.plan.topology": ("Topology",),
-    "rampup.rl.load": ("load",),
-    "rampup.rl.plan": ("RolloutPlan",),
-    "rampup.engine.accumulate": ("accumulate", "multi_steps"),
-    "rampup.engine.batch": ("Batch",),
-    "rampup.loop.checkpoint": ("CheckpointOptions",),
-    "rampup.data.batches": (
-        "BatchLoader",
-        "TrainStep",
-        "microbatches",
-        "step_batches",
-        "train_step",
-    ),  # the step reads its data
-    "rampup.inspection.inspect": ("Inspection", "inspect"),
-    "rampup.loop.loop": ("EvalOptions", "Loop", "Summary"),
-    "rampup.engine.mesh": ("BatchAxes", "make_mesh"),
-    "rampup.loop.metrics": ("MetricOptions",),
-    "rampup.engine.nnx": ("merge_model", "split_model"),
-    "rampup.engine.optimizer": ("AdamSchedule", "LearningRate", "make_optimizer"),
-    "rampup.engine.pipeline": ("PipelinedLoss",),
-    "rampup.engine.state": ("TrainState", "create_state", "prepare_state"),
-    "rampup.engine.step": ("EvalStep",),
-    "rampup.show.progress": ("TrainProgress",),
-    "rampup.tune.measured_design": ("design_ramp",),
-    "rampup.tune.topology": ("topology_devices",),
+    "rampup.config.build": "build_plan",
+    "rampup.config.load": "load_config",
+    "rampup.config.schema": "Config",
+    "rampup.dialects": "check_command check_file",
+    "rampup.errors": "BatchDivisibilityError ConfigError DataError MissingDependencyError "
+    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError",
+    "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
+    "rampup.lm.load": "LoadedRun",
+    "rampup.lm.train": "Run train",
+    "rampup.batch_size.hyperparameters": "AdamConstants AdamScaling",
+    "rampup.plan.mesh_axes": "MeshAxes",
+    "rampup.batch_size.noise_scale": "NoiseEstimate NoiseScale",
+    "rampup.plan.per_device": "RampupBatchManager ramp_from_config",
+    "rampup.plan.plan": "PlanPosition RampPlan",
+    "rampup.plan.ramp": "BatchRamp Phase",
+    "rampup.plan.learning_rate": "Seesaw",
+    "rampup.plan.split": "BatchSplit BatchSplitter",
+    "rampup.plan.timetable": "Timetable",
+    "rampup.plan.topology": "Topology",
+    "rampup.rl.load": "load",
+    "rampup.rl.plan": "RolloutPlan",
+    "rampup.engine.accumulate": "accumulate multi_steps",
+    "rampup.engine.batch": "Batch",
+    "rampup.loop.checkpoint": "CheckpointOptions",
+    "rampup.data.batches": "BatchLoader TrainStep microbatches step_batches train_step",
+    "rampup.inspection.inspect": "Inspection inspect",
+    "rampup.loop.loop": "EvalOptions Loop Summary",
+    "rampup.engine.mesh": "BatchAxes make_mesh",
+    "rampup.loop.metrics": "MetricOptions",
+    "rampup.engine.nnx": "merge_model split_model",
+    "rampup.engine.optimizer": "AdamSchedule LearningRate make_optimizer",
+    "rampup.engine.pipeline": "PipelinedLoss",
+    "rampup.engine.state": "TrainState create_state prepare_state",
+    "rampup.engine.step": "EvalStep",
+    "rampup.show.progress": "TrainProgress",
+    "rampup.tune.measured_design": "design_ramp",
+    "rampup.tune.topology": "topology_devices",
 }
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = (
-    "batch_size",
-    "config",
-    "data",
-    "dialects",
-    "engine",
-    "inspection",
-    "integrations",
-    "lm",
-    "loop",
-    "plan",
-    "rl",
-    "show",
-    "tune",
-)
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+_MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", "integrations", "lm", "loop", "plan", "rl",
+            "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)
-
-
 # The classes that a notebook shows as HTML, which `rampup.show.notebook` makes when it is needed.
 _SHOWN = {name: _HOME[name] for name in ("BatchRamp", "RampPlan", "RolloutPlan")} | {"Verdict": "rampup.dialects.verdict"}
 
@@ -181,13 +152,8 @@ def _to_html(value: Any) -> str:
     return to_html(value)
 
 
-def _register_in_notebook() -> None:
-    """Tell IPython, if this process is one of its shells, how to show the classes. By name: this imports none of them."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-    formatter = getattr(get_ipython(), "display_formatter", None)
-    if formatter is not None:
-        for name, module in _SHOWN.items():
-            formatter.formatters["text/html"].for_type_by_name(module, name, _to_html)
-
-
-_register_in_notebook()
+# Tell IPython, if this process is one of its shells, how to show the classes. By name: this imports none of them.
+_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+if (_formatter := getattr(_shell, "display_formatter", None)) is not None:
+    for _name, _module in _SHOWN.items():
+        _formatter.formatters["text/html"].for_type_by_name(_module, _name, _to_html)

@@ -31,7 +31,7 @@ class RampupError(Exception):
         self.problems: tuple[RampupError, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.args, self.__dict__)
+        return type(self).__new__, (type(self),), {"args": self.args, **self.__dict__}
 
 
 class ConfigError(RampupError, ValueError):
@@ -139,22 +139,14 @@ def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
         return
     if len(flat) == 1 and not closing:
         raise flat[0]
+    text = f"{flat[0]}; {closing}"
+    if len(flat) > 1:
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(flat[:MAX_LISTED], start=1)]
+        more = [f"  and {len(flat) - MAX_LISTED:,} more"] if len(flat) > MAX_LISTED else []
+        text = "\n".join([f"{len(flat)} problems:", *lines, *more, *([closing] if closing else [])])
     combined = copy.copy(flat[0])
-    lines = [f"  {number}. {problem}" for number, problem in enumerate(flat[:MAX_LISTED], start=1)]
-    if len(flat) > MAX_LISTED:
-        lines.append(f"  and {len(flat) - MAX_LISTED:,} more")
-    if len(flat) == 1:
-        combined.args = (f"{flat[0]}; {closing}",)
-    else:
-        combined.args = ("\n".join([f"{len(flat)} problems:", *lines, *([closing] if closing else [])]),)
-    combined.problems = tuple(flat)
+    combined.args, combined.problems = (text,), tuple(flat)
     raise combined
-
-
-def _rebuild(cls: type[RampupError], args: tuple[Any, ...], state: dict[str, Any]) -> RampupError:
-    error = cls.__new__(cls, *args)
-    error.__dict__.update(state)
-    return error
 
 
 def a_type(value: object) -> str:

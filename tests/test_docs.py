@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.snippets import PAGES, ROOT, blocks, load_generator, run_page
+from helpers.snippets import PAGES, ROOT, blocks, generator, run_page
 from helpers.tiny import TINY, command_line
 
 import rampup
@@ -23,15 +23,9 @@ DOCS = ROOT / "docs"
 TRAINED = command_line(
     TINY | {"global_rampup_samples": 20, "steps": 12, "checkpoint_period": 4, "measure_gradient_noise": True}
 )
-TRAINED_RL = [
-    "num_batches=1",
-    "batch_size=8",
-    "rl.num_generations=4",
-    "mini_batch_size=8",
-    "warm_start_steps=0",
-    "num_test_batches=0",
-]
-WITH_BLOCKS = [page for page in PAGES if blocks(page)]
+TRAINED_RL = "num_batches=1 batch_size=8 rl.num_generations=4 mini_batch_size=8 warm_start_steps=0 num_test_batches=0"
+# The README runs by default.
+WITH_BLOCKS = [PAGES[0], *(pytest.param(page, marks=pytest.mark.notebooks) for page in PAGES[1:] if blocks(page))]
 
 
 def page_id(page):
@@ -48,17 +42,10 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[] if page.name == "README.md" else pytest.mark.notebooks) for page in WITH_BLOCKS],
-    ids=page_id,
-)
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=page_id)
 def test_page_runs(page, workplace, capsys):
     """The Python blocks and the commands of a page run in their order, and the commands print what the page shows."""
     run_page(page, lambda: capsys.readouterr().out)
-
-
-generator = load_generator()
 
 
 def documented_names():
@@ -91,7 +78,9 @@ def test_every_public_name_is_documented():
 
 
 def test_generated_pages_are_complete():
-    """The generated pages name every key, command and published ramp."""
+    """The generated pages name every key, command and published ramp. Every generator has a page, every mark a generator."""
+    marks = [mark for page in PAGES for mark in generator.MARK.findall(page.read_text())]
+    assert sorted(marks) == sorted(generator.GENERATED)
     keys, commands = generator.configuration_keys(), generator.command_line()
     assert [name for name in KEYS if f"`{name}`\n: " not in keys] == []
     assert [name for name in ROLLOUT_KEYS if f"`{name}`\n: " not in generator.rollout_keys()] == []
@@ -101,15 +90,29 @@ def test_generated_pages_are_complete():
 
 
 def test_pages_are_short():
-    """All pages but those of the reference have at most 24,000 words together."""
+    """All pages but those of the reference have at most 24,000 words together. The README has at most 170 lines, 1,800 words
+    and one picture of 150 kB, links to the reference, and repeats none of its tables.
+    """
     pages = [page for page in PAGES if DOCS in page.parents and DOCS / "reference" not in page.parents]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 24_000
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 170
+    assert len(readme.split()) <= 1_800
+    (picture,) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme)
+    assert 0 < (ROOT / picture).stat().st_size < 150_000
+    assert "| `steps` |" not in readme
+    assert all(page in readme for page in ("docs/reference/configuration.md", "docs/reference/command_line.md"))
 
 
-def test_every_generated_part_is_used():
-    """Every generator has a page, and every mark on a page has a generator."""
-    marks = [mark for page in PAGES for mark in generator.MARK.findall(page.read_text())]
-    assert sorted(marks) == sorted(generator.GENERATED)
+def test_readme_snippet_compiles_once_and_learns(capsys):
+    """The complete example prints its loss, its steps and one compilation."""
+    namespace = {}
+    for language, text in blocks(PAGES[0]):
+        if language == "python":
+            exec(compile(text, "README.md", "exec"), namespace)
+    loss, steps, compilations = capsys.readouterr().out.split()[-3:]
+    assert (int(steps), int(compilations)) == (40, 1)
+    assert float(loss) < 5
 
 
 @pytest.mark.parametrize(
@@ -144,7 +147,7 @@ def test_json_output_of_runs_is_documented(workplace, capsys):
     """The page on the JSON output names every key that training and the commands on its run print."""
     train = f"train configs/base.yml run_name=run base_output_directory=runs {' '.join(TRAINED)}"
     commands = ["rows configs/base.yml --step 3", "generate runs/run --prompt a", "report runs/run -o run.html"]
-    commands += ["critical runs/run", "design runs/run --train-tokens 1M", f"train configs/rl.yml {' '.join(TRAINED_RL)}"]
+    commands += ["critical runs/run", "design runs/run --train-tokens 1M", f"train configs/rl.yml {TRAINED_RL}"]
     for command in [train, *commands]:
         assert main([*shlex.split(command), "--json"]) == 0, command
         assert undocumented(capsys.readouterr().out) == set(), command
@@ -177,21 +180,20 @@ def key_paths(value, above=()):
 def test_summary_is_documented():
     """The page on the run folder names every field of the summary."""
     page = (DOCS / "reference" / "json_output.md").read_text()
-    printed = set(json.loads(json.dumps([f.name for f in dataclasses.fields(rampup.Summary)])))
-    internal = {"metrics", "interrupted", "resumed_from", "state"}
-    assert [name for name in sorted(printed - internal) if f"`{name}`" not in page] == []
+    shown = {field.name for field in dataclasses.fields(rampup.Summary)} - {"metrics", "interrupted", "resumed_from", "state"}
+    assert [name for name in sorted(shown) if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_links_lead_somewhere(page):
-    """Every relative link of a page leads to a file of the repository."""
+def test_links_and_named_files_exist(page):
+    """Every relative link of a page leads to a file of the repository, as does every source file that it names."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(((?!https?:|#|mailto:)[^)#\s]+)(?:#[^)]*)?\)", text)
     copied = {DOCS / "tutorials" / path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
-    broken = [
-        link for link in links if not (target := Path(os.path.normpath(page.parent / link))).exists() and target not in copied
-    ]
-    assert broken == []
+    targets = {link: Path(os.path.normpath(page.parent / link)) for link in links}
+    assert [link for link, target in targets.items() if not target.exists() and target not in copied] == []
+    files = re.findall(r"`((?:tests|rampup|configs|launch|notebooks|docs)/[\w./]+\.\w+)`", page.read_text())
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_a_table_of_contents():
@@ -201,10 +203,3 @@ def test_every_page_is_in_a_table_of_contents():
         for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
             entries |= {(page.parent / line).resolve() for line in block.split("\n") if line and not line.startswith(":")}
     assert [page_id(page) for page in PAGES[2:] if page.with_suffix("") not in entries and page.stem != "index"] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_named_files_exist(page):
-    """Every source file that a page names is in the repository."""
-    files = re.findall(r"`((?:tests|rampup|configs|launch|notebooks|docs)/[\w./]+\.\w+)`", page.read_text())
-    assert [name for name in files if not (ROOT / name).exists()] == []

@@ -17,14 +17,8 @@ def test_errors_derive_from_builtins():
     assert issubclass(errors.MissingDependencyError, ImportError)
 
 
-def test_config_error_message_has_the_location():
-    """A configuration error has file and line."""
-    assert str(ConfigError("bad", key="k", path="a.yml", line=3)) == "a.yml:3: bad"
-    assert str(ConfigError("bad", path="command line")) == "command line: bad"
-
-
 def test_raise_together_combines_problems():
-    """All problems are raised as one error of the first one's type, and nested ones are flattened."""
+    """All problems are raised as one error of the first one's type, nested ones are flattened, and a thousand summarized."""
     inner = [RampDefinitionError("a", key="ka"), ConfigError("b")]
     with pytest.raises(RampDefinitionError, match="2 problems") as first:
         raise_together(inner)
@@ -33,19 +27,22 @@ def test_raise_together_combines_problems():
     assert [str(problem) for problem in caught.value.problems] == ["a", "b", "c"]
     assert caught.value.key == "ka"
     assert str(inner[0]) == "a"
-
-
-def test_raise_together_limits_the_list():
-    """A thousand problems are summarized."""
     with pytest.raises(ConfigError, match="and 980 more"):
         raise_together([ConfigError(str(n)) for n in range(1000)])
 
 
-def test_errors_can_be_pickled():
-    """Errors keep their attributes through pickle."""
+def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
+    """Also those whose arguments have no default; a configuration error has file and line."""
     error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
+    copy = pickle.loads(pickle.dumps(ConfigError("bad", key="k", path="a.yml", line=3), protocol=0))
+    assert (str(copy), copy.line) == ("a.yml:3: bad", 3)
+    copy = pickle.loads(
+        pickle.dumps(errors.StorageError("disk full", key="k"))
+    )  # an OSError, whose __new__ leaves its arguments out
+    assert (str(copy), copy.key) == ("disk full", "k")
+    assert str(ConfigError("bad", path="command line")) == "command line: bad"
 
 
 def test_types_have_their_article():

@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers.snippets import ROOT, load_generator, one_device
+from helpers.snippets import ROOT, generator, one_device
 
 EXAMPLES = ROOT / "docs" / "examples"
-generator = load_generator()
 
 
 @pytest.mark.parametrize("name", generator.PAIRS)

@@ -22,17 +22,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 import rampup
-from rampup.cli.common import (
-    EXIT_CLOSED,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_REFUSED,
-    Result,
-    enable_huge_pages,
-    skip_absent_tpu,
-)
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
+from rampup.cli import common
+from rampup.errors import NonFiniteError, RampupError, StorageError
 
 # Each command, whose module has its name, with one line of help.
 COMMANDS = {
@@ -69,7 +60,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if option := re.match(r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message):
             message += f"; a key of the configuration is set without dashes, {option[1]}={option[2] or 'VALUE'}"
-        raise ConfigError(f"{message}; see `{self.prog} --help`", path=COMMAND_LINE)
+        raise common.usage_error(f"{message}; see `{self.prog} --help`")
 
 
 class _Console(Console):
@@ -92,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        skip_absent_tpu()
+        common.skip_absent_tpu()
     if argv is None and arguments and arguments[0] in ON_DEVICES:
-        enable_huge_pages()
+        common.enable_huge_pages()
     as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -107,19 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except RampupError as error:
         _print_error(error, as_json=as_json)
-        return EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else EXIT_REFUSED
+        return common.EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else common.EXIT_REFUSED
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return common.EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CLOSED
+        return common.EXIT_CLOSED
     except Exception as error:  # noqa: BLE001 - the last resort: the traceback, and the error as JSON
         import traceback
 
         traceback.print_exc()
         if as_json:
             _print_error(error, as_json=True)
-        return EXIT_FAILED
+        return common.EXIT_FAILED
 
 
 def make_parser(name: str) -> argparse.ArgumentParser:
@@ -133,7 +124,11 @@ def make_parser(name: str) -> argparse.ArgumentParser:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print("usage: rampup COMMAND CONFIG.yml [key=value ...] [options]")
+        width = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            print("", f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names), sep="\n")
+        print("\nrampup COMMAND --help describes a command; rampup --version prints the version.")
         return 0
     if arguments[0] == "--version":
         print(f"rampup {rampup.__version__}")
@@ -142,7 +137,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         close = "".join(f"; did you mean {known}?" for known in difflib.get_close_matches(name, COMMANDS, n=1))
         problem = f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
-        raise ConfigError(problem, path=COMMAND_LINE, nearest=tuple(COMMANDS))
+        raise common.usage_error(problem, nearest=tuple(COMMANDS))
     command: list[str] = []
     if name == "check" and "--" in rest:  # what follows is a command of another system
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
@@ -152,7 +147,7 @@ def _dispatch(arguments: list[str]) -> int:
 
     options = {"soft_wrap": not sys.stdout.isatty(), "force_terminal": False if is_for_a_log() else None}
     console = _Console(stderr=args.json, highlight=False, markup=False, **options)
-    result: Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
+    result: common.Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
     if args.json and result.facts is not None:
@@ -173,12 +168,3 @@ def _print_error(error: Exception, *, as_json: bool) -> None:
         print(json.dumps(_error_object(error)))
     if isinstance(error, RampupError):
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    groups = (
-        "\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names)]) for title, names in GROUPS.items()
-    )
-    end = "rampup COMMAND --help describes a command; rampup --version prints the version."
-    return "\n\n".join(["usage: rampup COMMAND CONFIG.yml [key=value ...] [options]", *groups, end])

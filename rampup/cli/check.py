@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rampup.cli.common import EXIT_REFUSED, Result, arg
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError
+from rampup.cli.common import EXIT_REFUSED, Result, arg, usage_error
 
 # System -> the setting that is the number of devices of its run.
 DEVICES = {"maxtext": "num_devices", "maxtext_rl": "num_devices", "megatron": "world_size"}
@@ -35,18 +33,18 @@ def run(args: argparse.Namespace, console: object) -> Result:
     from rampup.show.verdicts import print_verdict
 
     if (args.to is None) != (args.output is None):
-        raise ConfigError("--to and -o FILE belong together", key="to", path=COMMAND_LINE)
+        raise usage_error("--to and -o FILE belong together", key="to")
     overrides = list(args.overrides)
     if args.devices is not None:
         if args.system not in DEVICES:
             rule = f"--devices is for {', '.join(DEVICES)}; for {args.system}, set its own keys of devices as key=value"
-            raise ConfigError(rule, key="devices", path=COMMAND_LINE)
+            raise usage_error(rule, key="devices")
         overrides.append(f"{DEVICES[args.system]}={args.devices}")
     if args.command:
         settings = [setting for setting in (args.file, *overrides) if setting is not None]
         verdict = check_command(args.command, args.system, settings)
     elif args.file is None:
-        raise ConfigError("give a file, or a command after `--`", path=COMMAND_LINE)
+        raise usage_error("give a file, or a command after `--`")
     else:
         verdict = check_file(args.file, args.system, overrides)
     if verdict.ok and args.output is not None:

@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from rampup.config.build import build_plan, with_slices
 from rampup.config.load import COMMAND_LINE, load_config, names_in
-from rampup.config.schema import KEYS
+from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB
+from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology, tpu_options
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rampup.config.schema import Config
-    from rampup.plan.plan import RampPlan
     from rampup.rl.config import RolloutConfig
 
 # RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `enable_huge_pages`.
@@ -51,6 +50,11 @@ class Result:
     show: Callable[[Console], None] = lambda console: None
     exit_code: int = 0
     problem: RampupError | None = None  # an error to report together with the result
+
+
+def usage_error(problem: str, *, key: str | None = None, nearest: Sequence[object] = ()) -> ConfigError:
+    """Return the error about what is on the command line."""
+    return ConfigError(problem, key=key, nearest=nearest, path=COMMAND_LINE)
 
 
 def arg(metavar: str | None, words: str, **options: Any) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
 def run_config(folder: Path) -> Path:
     """Return the file with the configuration of a run in its folder."""
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
+        raise usage_error(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
     return folder / CONFIG_FILE
 
 
@@ -201,10 +205,9 @@ def check_picture(path: str | None) -> None:
     """Refuse a picture with another suffix, in no folder or without matplotlib, before the work."""
     if path is None:
         return
-    from rampup.show.figures import FORMATS, import_matplotlib
+    from rampup.show.figures import check_format, import_matplotlib
 
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
+    check_format(path)
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")
     import_matplotlib("figure")

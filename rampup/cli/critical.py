@@ -10,10 +10,11 @@ from rich.console import Console
 from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
+from rampup.show.console import make_table, print_notes
+from rampup.show.format import format_value
 
 if TYPE_CHECKING:
     from rampup.lm.branches import CriticalBatch
-
 
 ARGUMENTS = {
     "run": arg("RUN_DIR", "the folder of a run; it is only read, also while the run is training"),
@@ -54,9 +55,6 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 
 def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
-    from rampup.show.console import make_table, print_notes
-    from rampup.show.format import format_value
-
     rows, close = [], []
     for branch, rate in zip(found.branches, found.learning_rates, strict=True):
         # The smallest branch has no difference, and so no error of it.

@@ -13,9 +13,8 @@ from rich.console import Console
 import rampup
 from rampup.batch_size.design_model import FRUGAL_WASTE
 from rampup.batch_size.noise_scale import NoiseEstimate
-from rampup.cli.common import DEVICES, OVERRIDES, Result, arg, check_picture, count_devices, environment, run_config
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError
+from rampup.cli import common
+from rampup.cli.common import Result, arg
 from rampup.loop.run_folder import CONFIG_FILE, METRICS_FILE, as_path, read_lines_backwards
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
@@ -24,7 +23,7 @@ from rampup.show.format import format_si, format_value
 
 ARGUMENTS = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
-    **OVERRIDES,
+    **common.OVERRIDES,
     "--train-tokens": arg("TOKENS", "tokens of the run to design, such as 300B"),
     "--measured": arg(
         "RUN_DIR",
@@ -33,7 +32,7 @@ ARGUMENTS = {
         default=[],
     ),
     "--max-batch": arg("SAMPLES", "largest global batch to consider"),
-    **DEVICES,
+    **common.DEVICES,
     "--cost-per-prompt": arg(
         "RESPONSES",
         "of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
@@ -52,23 +51,22 @@ def run(args: argparse.Namespace, console: object) -> Result:
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
         problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
-        raise ConfigError(problem, path=COMMAND_LINE, key="cost-per-prompt")
-    folders = [as_path(path) for path in args.measured]
+        raise common.usage_error(problem, key="cost-per-prompt")
+    file, folders = args.config, [as_path(path) for path in args.measured]
     if source.is_dir():
-        folders = [source, *folders]
+        if not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
+            problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
+            fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
+            raise common.usage_error(f"{problem}; {fix}")
+        file, folders = common.run_config(source), [source, *folders]
     elif not folders:
         problem = "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
-        raise ConfigError(f"{problem}`rampup critical` has measured", path=COMMAND_LINE, key="measured")
-    if source.is_dir() and not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
-        problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
-        fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
-        raise ConfigError(f"{problem}; {fix}", path=COMMAND_LINE)
-    file = run_config(source) if source.is_dir() else args.config
-    config = rampup.load_config(file, args.overrides, environ=environment())
-    check_picture(args.output)
+        raise common.usage_error(f"{problem}`rampup critical` has measured", key="measured")
+    config = rampup.load_config(file, args.overrides, environ=common.environment())
+    common.check_picture(args.output)
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
     most = None if args.max_batch is None else parse_count(args.max_batch, what="max-batch", key="max-batch")
-    devices = count_devices(args, config)
+    devices = common.count_devices(args, config)
     facts = rampup.design_ramp(config, folders, num_devices=devices, train_tokens=tokens, max_batch=most)
     if args.output is not None:
         draw_design(facts, args.output)
@@ -83,17 +81,17 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     names = ("train_tokens", "measured", "max_batch", "devices", "output")
     if others := [name for name in names if getattr(args, name)]:
         rule = "is for ramps of pre-training; leave it out for a run of reinforcement learning"
-        raise ConfigError(f"--{others[0].replace('_', '-')} {rule}", path=COMMAND_LINE, key=others[0])
+        raise common.usage_error(f"--{others[0].replace('_', '-')} {rule}", key=others[0])
     cost = args.cost_per_prompt or 0.0
     if not 0 <= cost < math.inf:
-        raise ConfigError(f"--cost-per-prompt={cost} must be 0 or more", path=COMMAND_LINE, key="cost-per-prompt", nearest=(0,))
-    config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=environment())
+        raise common.usage_error(f"--cost-per-prompt={cost} must be 0 or more", key="cost-per-prompt", nearest=(0,))
+    config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=common.environment())
     # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
     key, responses, measured = "rl.num_generations", config.num_generations, load_rollout_config(folder / CONFIG_FILE)
     if responses != measured.num_generations:
         rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
         problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
-        raise ConfigError(problem, path=COMMAND_LINE, key=key, nearest=(measured.num_generations,))
+        raise common.usage_error(problem, key=key, nearest=(measured.num_generations,))
     lines = (line for line in read_lines_backwards(folder / METRICS_FILE) if line.get("noise_between_prompts") is not None)
     facts = advice_from_line(next(lines, {}), responses=responses, reuse=config.num_iterations, cost_per_prompt=cost)
     facts["mini_batch_prompts"] = config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 
@@ -23,24 +21,23 @@ def run(args: argparse.Namespace, console: object) -> Result:
         from rampup.plan.topology import known_topologies
 
         rows = [topology.to_dict() for topology in known_topologies()]
-        return Result(facts={"topologies": rows}, show=lambda console: print_topologies(rows, console))
+
+        def show(console: Console) -> None:
+            titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]
+            scales = {"peak_flops": 1e12, "hbm_bandwidth": 1e9, "ici_bandwidth": 1e9}
+            table = make_table(console, titles, left=2)
+            for row in rows:
+                rates = [f"{row[name] / scale:,.4g}" for name, scale in scales.items()]
+                sizes = (format_value(row["num_devices"]), format_bytes(row["hbm_bytes"]))
+                table.add_row(row["name"], row["product_name"], *sizes, *rates)
+            console.print(table)
+            console.print(
+                "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"
+            )
+            for source in dict.fromkeys(row["source"] for row in rows):
+                console.print(f"  {source}")
+            console.print("several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4")
+
+        return Result(facts={"topologies": rows}, show=show)
     explanation = explain(args.key, (BASE_FILE, ROLLOUT_FILE))
     return Result(facts=explanation, show=lambda console: print_explanation(explanation, console))
-
-
-def print_topologies(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the TPU slices that can be planned and compiled for, with the figures of a device and their sources."""
-    titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]
-    scales = {"peak_flops": 1e12, "hbm_bandwidth": 1e9, "ici_bandwidth": 1e9}
-    table = make_table(console, titles, left=2)
-    for row in rows:
-        rates = [f"{row[name] / scale:,.4g}" for name, scale in scales.items()]
-        sizes = (format_value(row["num_devices"]), format_bytes(row["hbm_bytes"]))
-        table.add_row(row["name"], row["product_name"], *sizes, *rates)
-    console.print(table)
-    console.print(
-        "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"
-    )
-    for source in dict.fromkeys(row["source"] for row in rows):
-        console.print(f"  {source}")
-    console.print("several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4")

@@ -23,9 +23,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
     with contextlib.suppress(ConfigError):  # a file that cannot be read yet, because its base is misspelled, is no rollout's
         rollout = is_rollout_file(args.config)
     if rollout:
-        raise ConfigError(
-            "fix is for a pre-training configuration; `rampup plan` shows what is wrong with a rollout", path=args.config
-        )
+        rule = "fix is for a pre-training configuration; `rampup plan` shows what is wrong with a rollout"
+        raise ConfigError(rule, path=args.config)
     found = find_fix(
         args.config,
         args.overrides,

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-import rampup
 from rampup.cli import common
-from rampup.cli.common import Result, arg
+from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import list_devices, possible_devices
-from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
 from rampup.plan.plan import token_budget
@@ -48,14 +46,52 @@ def run(args: argparse.Namespace, console: object) -> Result:
     rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
-        return _plan_rollout(args)
+        from rampup.dialects.export import export_rollout
+        from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
+
+        config = load_rollout_config(args.config, args.overrides, environ=common.environment())
+        num_devices = common.count_devices(args, config)
+        schedule = build_rollout_schedule(config, num_devices)
+        plan = schedule.stages[-1][1]
+        if args.export is not None:
+            return _export(export_rollout(config, plan, num_devices, args.export), args)
+        notes = rollout_notes(config, plan)
+        facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
+        return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
     max_phases = None if args.all else MAX_PHASES
     if args.diff is not None:
-        return _compare(args, config, plan, max_phases)
+        if common.is_rollout_file(args.diff):
+            raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
+        other, other_plan = common.read_plan(args, args.diff, ())
+        changed, names = config.differences(other), (" ".join([args.config, *args.overrides]), args.diff)
+        return Result(
+            facts={"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed},
+            show=lambda console: print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
+        )
     if args.budget is not None:
-        return _apply_budget(args, config, plan)
+        if plan.auto_schedule == "follow":
+            text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
+            raise usage_error(text, key="budget")
+        tokens, throughput = parse_count(args.budget, what="budget", key="budget"), None
+        if args.measured is not None:
+            from rampup.show.series import measured_throughput
+
+            throughput = measured_throughput(args.measured)
+        elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
+            name = "tokens-per-second"
+            parse = parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
+            rate = Fraction(parse(text, what=name, key=name))
+            if rate <= 0:
+                raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
+            throughput = dict.fromkeys(plan.ramp.sizes, rate)
+        length = config.max_target_length
+        budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
+        return Result(
+            facts={**plan.to_dict(), "budget": budget},
+            show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
+        )
     if args.export is not None:
         from rampup.dialects.export_plan import export_plan
 
@@ -67,7 +103,6 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
         rows = phase_hyperparameters(config, plan)
         facts["phases"] = [{**phase, **row} for phase, row in zip(plan.phase_rows(), rows, strict=True)]
-
     if args.other_devices:
         devices = facts["possible_devices"] = possible_devices(config, plan)
 
@@ -88,34 +123,16 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     names = ("diff", "budget", "hyperparameters", "other_devices", *(() if rollout else ("export",)))
     given = [name.replace("_", "-") for name in names if getattr(args, name)]
     rates = [name.replace("_", "-") for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
-    key, text = None, ""
     if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
-        key, text = given[0], f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out"
-    elif args.output is not None and args.export is None:
-        key, text = "output", "-o is the file of --export; add --export SYSTEM"
-    elif rollout and given:
-        key, text = given[0], f"--{given[0]} is for a pre-training plan, not for a rollout"
-    elif rates and args.budget is None:
-        key, text = rates[0], f"--{rates[0]} gives the time of a token budget; add --budget"
-    elif len(rates) > 1:
-        key, text = rates[1], "--tokens-per-second and --measured both give the throughput; leave one out"
-    if key is not None:
-        raise ConfigError(text, key=key, path=COMMAND_LINE)
-
-
-def _plan_rollout(args: argparse.Namespace) -> Result:
-    from rampup.dialects.export import export_rollout
-    from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
-
-    config = load_rollout_config(args.config, args.overrides, environ=common.environment())
-    num_devices = common.count_devices(args, config)
-    schedule = build_rollout_schedule(config, num_devices)
-    plan = schedule.stages[-1][1]
-    if args.export is not None:
-        return _export(export_rollout(config, plan, num_devices, args.export), args)
-    notes = rollout_notes(config, plan)
-    facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
-    return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
+        raise usage_error(f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out", key=given[0])
+    if args.output is not None and args.export is None:
+        raise usage_error("-o is the file of --export; add --export SYSTEM", key="output")
+    if rollout and given:
+        raise usage_error(f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0])
+    if rates and args.budget is None:
+        raise usage_error(f"--{rates[0]} gives the time of a token budget; add --budget", key=rates[0])
+    if len(rates) > 1:
+        raise usage_error("--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1])
 
 
 def _export(exported: Exported, args: argparse.Namespace) -> Result:
@@ -129,42 +146,3 @@ def _export(exported: Exported, args: argparse.Namespace) -> Result:
     facts = {"system": args.export, "values": exported.values, "facts": exported.facts, "notes": list(exported.notes)}
     shown = text if args.output is None else f"wrote {args.output}\n"
     return Result(facts=facts, show=lambda console: console.print(shown, end="", soft_wrap=True, markup=False, highlight=False))
-
-
-def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan, max_phases: int | None) -> Result:
-    """Compare a plan with the one of another file."""
-    if common.is_rollout_file(args.diff):
-        raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
-    other, other_plan = common.read_plan(args, args.diff, ())
-    plans, changed = (plan, other_plan), config.differences(other)
-    names = (" ".join([args.config, *args.overrides]), args.diff)
-    return Result(
-        facts={"a": plans[0].to_dict(), "b": plans[1].to_dict(), "changed_keys": changed},
-        show=lambda console: print_comparison(plans, names, changed, console, max_phases=max_phases),
-    )
-
-
-def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:
-    """Show what a budget of tokens means for a plan."""
-    if plan.auto_schedule == "follow":
-        text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
-        raise ConfigError(text, key="budget", path=COMMAND_LINE)
-    tokens = parse_count(args.budget, what="budget", key="budget")
-    throughput = None
-    if args.measured is not None:
-        from rampup.show.series import measured_throughput
-
-        throughput = measured_throughput(args.measured)
-    elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
-        name = "tokens-per-second"
-        parse = parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
-        rate = Fraction(parse(text, what=name, key=name))
-        if rate <= 0:
-            raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
-        throughput = dict.fromkeys(plan.ramp.sizes, rate)
-    length = config.max_target_length
-    budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
-    return Result(
-        facts={**plan.to_dict(), "budget": budget},
-        show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
-    )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import DEVICES, Result, arg, count_devices, environment, is_rollout_file
-from rampup.config.load import COMMAND_LINE, load_config
+from rampup.cli.common import DEVICES, Result, arg, count_devices, environment, is_rollout_file, usage_error
+from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import CONFIG_FILE, as_path
@@ -73,25 +73,23 @@ class CliInputs:
     def file(self) -> Path:
         """The file with the configuration, of a run the one that it was last started with."""
         if len(self.runs) > 1:
-            raise ConfigError(f"{len(self.runs)} runs are named; only their metrics can be drawn together", path=COMMAND_LINE)
+            raise usage_error(f"{len(self.runs)} runs are named; only their metrics can be drawn together")
         return Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
 
     def read_config(self) -> Config:
         """Return the configuration in `file`."""
-        if self.config is None:
-            if not self.file.is_file():
-                rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
-                raise ConfigError(f"{rule}rampup plot {self.runs[0]} -o FILE", path=COMMAND_LINE)
-            return load_config(self.file)
-        if is_rollout_file(self.config):
+        if self.config is None and not self.file.is_file():
+            rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
+            raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
+        if self.config is not None and is_rollout_file(self.config):
             rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
             raise ConfigError(rule, path=self.config)
-        return load_config(self.config, self.overrides, environ=environment())
+        return load_config(self.config or self.file, self.overrides, environ={} if self.runs else environment())
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""
         if not self.runs:
-            raise ConfigError("only the folder of a run has metrics", path=COMMAND_LINE)
+            raise usage_error("only the folder of a run has metrics")
         names = [folder.resolve().name for folder in self.runs]
         if len(set(names)) < len(names):
             names = list(map(str, self.runs))
@@ -111,18 +109,16 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
     runs = tuple(path for word in words if (path := as_path(word)).is_dir())
     rest = [word for word in words if not as_path(word).is_dir()]
     overrides = tuple(word for word in rest if "=" in word and not as_path(word).exists())
-    configs, key, problem = [word for word in rest if word not in overrides], None, None
+    configs = [word for word in rest if word not in overrides]
     if len(configs) > 1:
-        problem = f"one configuration at a time: {', '.join(configs[:5])}"
-    elif configs and runs:
-        problem = "name a configuration or folders of runs, not both"
-    elif not configs and not runs:
-        problem = "name a configuration or the folder of a run"
-    elif runs and overrides:
+        raise usage_error(f"one configuration at a time: {', '.join(configs[:5])}")
+    if configs and runs:
+        raise usage_error("name a configuration or folders of runs, not both")
+    if not configs and not runs:
+        raise usage_error("name a configuration or the folder of a run")
+    if runs and overrides:
         key = overrides[0].partition("=")[0]
-        problem = f"{overrides[0]} cannot be applied: the settings of a run folder are fixed"
-    if problem is not None:
-        raise ConfigError(problem, key=key, path=None if key else COMMAND_LINE)
+        raise ConfigError(f"{overrides[0]} cannot be applied: the settings of a run folder are fixed", key=key)
     return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
 
 

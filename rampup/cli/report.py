@@ -7,19 +7,18 @@ import math
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import DEVICES, TOPOLOGY, Result, arg, count_devices, describe_topology, environment, named_topology
+from rampup.cli import common
+from rampup.cli.common import Result, arg
 from rampup.cli.plot import SOURCES, learning_rates, parse_inputs
 from rampup.config.build import with_slices
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 from rampup.rl import config as rl
 from rampup.show.report import Report, write_report
 
 ARGUMENTS = {
     **SOURCES,
-    **DEVICES,
-    **TOPOLOGY,
+    **common.DEVICES,
+    **common.TOPOLOGY,
     "-o --output": arg("FILE.html", "the page to write", required=True),
     "--from": arg("SYSTEM", "the file is another system's; see `rampup check`", dest="system"),
 }
@@ -37,23 +36,23 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 def gather_report(args: argparse.Namespace) -> Report:
     """Return the content of a report of a configuration, of the folder of a run, or of another system's file."""
-    inputs, topology = parse_inputs(args.sources), named_topology(args)
+    inputs, topology = parse_inputs(args.sources), common.named_topology(args)
     if args.system is not None:
         from rampup.dialects import check_file
 
         if inputs.config is None:
-            raise ConfigError("--from needs another system's file, not the folder of a run", key="from", path=COMMAND_LINE)
+            raise common.usage_error("--from needs another system's file, not the folder of a run", key="from")
         verdict = check_file(inputs.config, args.system, inputs.overrides)
         notes = verdict.plan.advice if isinstance(verdict.plan, RampPlan) else ()
         return Report(title=Path(inputs.config).name, plan=verdict.plan, notes=notes, verdict=verdict)
     run, file = None, inputs.file
     if file.is_file() and rl.is_rollout_file(file):
-        settings = rl.load_rollout_config(file, inputs.overrides, environ={} if inputs.runs else environment())
-        rollout = rl.build_rollout_plan(settings, count_devices(args, settings))
+        settings = rl.load_rollout_config(file, inputs.overrides, environ={} if inputs.runs else common.environment())
+        rollout = rl.build_rollout_plan(settings, common.count_devices(args, settings))
         run = inputs.read_runs()[0] if inputs.runs else None
         return Report(title=inputs.name, plan=rollout, notes=rl.rollout_notes(settings, rollout), config=settings, run=run)
     config = with_slices(inputs.read_config(), topology)
-    plan = rampup.build_plan(config, count_devices(args, config))
+    plan = rampup.build_plan(config, common.count_devices(args, config))
     rates = learning_rates(config, plan)
     if inputs.runs:
         run = inputs.read_runs()[0]
@@ -61,5 +60,5 @@ def gather_report(args: argparse.Namespace) -> Report:
         clock, planned = plan.learning_rate_clock, rates[plan.learning_rate_clock]
         had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
         rates[clock] = lambda step: had[step] if step in had else planned(step)
-    notes = [*plan.advice, *([] if topology is None else [describe_topology(topology)])]
+    notes = [*plan.advice, *([] if topology is None else [common.describe_topology(topology)])]
     return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run)

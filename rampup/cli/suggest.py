@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 
 from rampup.batch_size.scaling_laws import suggest_batch
-from rampup.cli.common import Result, arg
-from rampup.config.load import COMMAND_LINE
-from rampup.errors import ConfigError
+from rampup.cli.common import Result, arg, usage_error
 from rampup.rl.starting_sizes import suggest
 from rampup.show.console import print_batch_range, print_suggestion
 
@@ -22,17 +20,16 @@ ARGUMENTS = {
 def run(args: argparse.Namespace, console: object) -> Result:
     """Suggest batch sizes for pre-training, or starting sizes for reinforcement learning."""
     if (args.train_tokens is None) == (args.system is None):
-        raise ConfigError(
+        raise usage_error(
             "give --train-tokens for the batch of a pre-training run, or --system for the starting sizes of reinforcement "
-            "learning; not both",
-            path=COMMAND_LINE,
+            "learning; not both"
         )
     if args.train_tokens is not None:
         if args.memory_gib is not None:
-            raise ConfigError("--memory-gib needs --system", key="memory-gib", path=COMMAND_LINE)
+            raise usage_error("--memory-gib needs --system", key="memory-gib")
         found = suggest_batch(args.train_tokens, args.params)
         return Result(facts=found, show=lambda console: print_batch_range(found, console))
     if args.params is None:
-        raise ConfigError("--system needs --params", key="params", path=COMMAND_LINE)
+        raise usage_error("--system needs --params", key="params")
     suggestion = suggest(args.params, system=args.system, memory_gib=args.memory_gib)
     return Result(facts=suggestion.to_dict(), show=lambda console: print_suggestion(suggestion, console))

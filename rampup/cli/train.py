@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from rich.console import Console
 
@@ -68,21 +67,17 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     """Return the configuration: a file with its settings, or that of a run's folder, which the run then resumes in."""
-
-    def load(path: Path) -> Config | RolloutConfig:
-        read = load_rollout_config if is_rollout_file(path) else rampup.load_config
-        return read(path, args.overrides, environ=environment())
-
     folder = as_path(args.config)
-    if not folder.is_dir():
-        return load(folder)
-    file = run_config(folder)
-    place = folder if folder.name not in ("", "..") else folder.resolve()
-    for setting in args.overrides:
+    file = run_config(folder) if folder.is_dir() else folder
+    for setting in args.overrides if folder.is_dir() else ():
         if (key := setting.partition("=")[0]) in ("run_name", "base_output_directory"):
             raise ConfigError(f"{setting}: the run in {folder} keeps its folder; leave {key} out", key=key)
-    config = load(file)
+    read = load_rollout_config if is_rollout_file(file) else rampup.load_config
+    config = read(file, args.overrides, environ=environment())
+    if not folder.is_dir():
+        return config
     # The folder may have been moved since, and config.yml must not name it relative to where this command is.
+    place = folder if folder.name not in ("", "..") else folder.resolve()
     if absolute_path(config.base_output_directory) != absolute_path(place.parent):
         config = dataclasses.replace(config, base_output_directory=str(absolute_path(place.parent)))
     return dataclasses.replace(config, run_name=place.name)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.inspection.hlo import ASYNC_CALLS, Array, Computation, Instruction, Program, Visit, times
+from rampup.inspection.hlo import ASYNC_CALLS, Array, Instruction, Program, Visit, times
 from rampup.plan.topology import Topology
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -31,7 +31,6 @@ _WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "condit
 MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
 # Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`: one by default.
 _BFLOAT16_PASSES = {"high": 3, "highest": 6}
-_PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
 # What the window of a convolution may state, and what it means if not.
 _WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _ASYNC_FUSION = "async_collective_fusion_config"
@@ -174,34 +173,30 @@ def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
     """Return the account of a program; `mesh` names its axes if the program does not."""
     mesh = mesh or program.mesh
     collectives, seen, kernels = list[Collective](), set[tuple[Any, ...]](), dict[str, None]()
-    flops, moved = [Counter[str]()], [0]
-    for visit in program.visits():
-        instruction = visit.instruction
-        while len(flops) <= visit.open_loops:
-            flops.append(Counter())
-            moved.append(0)
-        if kind := _kind(instruction):
+    visits = list(program.visits())
+    depths = range(1 + max(visit.open_loops for visit in visits))
+    flops, moved = [Counter[str]() for _ in depths], [0 for _ in depths]
+    for visit in visits:
+        instruction, operands = visit.instruction, visit.computation.operands(visit.instruction)
+        # The second half of an asynchronous collective does not count.
+        kind = instruction.opcode.removesuffix("-start")
+        between_slices = _BETWEEN_SLICES.search(instruction.attributes) if kind == "send" else None
+        if between_slices:
+            kind = between_slices.group(1).lower().replace("_", "-")
+        if between_slices or kind in KINDS:
             # The pieces of a collective that is fused with computation are one exchange.
             key = (*visit.loops, instruction.number("channel_id"), instruction.number("chain_id"))
             is_piece = _ASYNC_FUSION in instruction.attributes and visit.fused
             if not (is_piece and key in seen):
                 collectives.append(_collective(program, visit, kind, mesh, is_piece=is_piece))
             seen |= {key} if is_piece else set()
-        number, dtype = _matmul_flops(instruction, visit.computation, kernels)
+        number, dtype = _matmul_flops(instruction, operands, kernels)
         if number:
             flops[visit.open_loops][dtype] += visit.runs * number
         if not visit.fused:
-            moved[visit.open_loops] += visit.runs * _memory_bytes(program, instruction, visit.computation)
+            moved[visit.open_loops] += visit.runs * _memory_bytes(program, instruction, operands)
     by_type = tuple(map(dict, flops))
     return Account(collectives=tuple(collectives), flops=by_type, memory_bytes=tuple(moved), kernels=tuple(kernels))
-
-
-def _kind(instruction: Instruction) -> str | None:
-    """Return the kind of a collective, or None. The second half of an asynchronous one does not count."""
-    if instruction.opcode == "send" and (match := _BETWEEN_SLICES.search(instruction.attributes)):
-        return match.group(1).lower().replace("_", "-")
-    name = instruction.opcode.removesuffix("-start")
-    return name if name in KINDS else None
 
 
 def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | None, *, is_piece: bool) -> Collective:
@@ -227,8 +222,8 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
     if computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
     elif kind == "reduce-scatter":
-        arrays = tuple(a for name in instruction.operands for a in computation.instructions[name].arrays)
-    axes, group, group_size = _mesh_axes_of(instruction, mesh, program.num_partitions)
+        arrays = tuple(a for made in computation.operands(instruction) for a in made.arrays)
+    groups, named, own = _groups(instruction, program.num_partitions)
     return Collective(
         kind=kind,
         num_bytes=sum(array.num_bytes for array in arrays),
@@ -236,41 +231,28 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
         open_loops=visit.open_loops,
         loops=visit.loops,
         in_branch=visit.in_branch,
-        axes=axes,
-        group_size=group_size,
+        axes=_axes(groups, named, own, mesh),
+        group_size=len(groups[0]) if groups else 0,
         is_async=is_async or is_piece,
         overlapped=overlaps,
         shapes=tuple((array.dtype, array.dims) for array in arrays),
         op_name=instruction.op_name,
         between_slices=between_slices,
-        group=group,
+        group=tuple(sorted(groups[0].tolist())) if groups and not instruction.opcode.startswith("collective-permute") else (),
     )
 
 
-def _mesh_axes_of(
-    instruction: Instruction, mesh: MeshShape | None, num_devices: int
-) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
-    """Return the axes along which the devices of a collective differ, a group that exchanges with each other, and its size.
+def _axes(
+    groups: Sequence[np.ndarray], named: tuple[str, ...], own: MeshShape | None, mesh: MeshShape | None
+) -> tuple[str, ...] | None:
+    """Return the axes along which the devices of a group have different places; `named` and `own` are of the program.
 
-    The devices of the mesh are numbered row by row. Without a mesh, the axes are those that the program names. `num_devices`
-    are those of the program, for groups that are written as "all".
+    The devices of the mesh are numbered row by row. Without a mesh, the axes are those that the program names.
     """
-    text = instruction.attributes
-    if instruction.opcode.startswith("collective-permute"):
-        start = text.find("source_target_pairs=")
-        pairs = [(int(a), int(b)) for a, b in _PAIR.findall(text[start : text.find("}}", start) + 2])] if start >= 0 else []
-        return _axes_of_groups([np.array(pair) for pair in pairs], mesh), (), 2 if pairs else 0
-    groups, named, own = _groups(text, num_devices)
-    group = tuple(sorted(groups[0].tolist())) if groups else ()
     # Axes that the compiler has made up are called axis_0, axis_1, ...
     known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
     if named and set(named) <= {name for name, _ in known or () if not name.startswith("axis_")}:
-        return tuple(name for name in named if dict(own or ())[name] > 1), group, len(group)
-    return _axes_of_groups(groups, mesh), group, len(group)
-
-
-def _axes_of_groups(groups: Sequence[np.ndarray], mesh: MeshShape | None) -> tuple[str, ...] | None:
-    """Return the axes along which the devices of a group have different places."""
+        return tuple(name for name in named if dict(own or ())[name] > 1)
     sizes = tuple(size for _, size in mesh or ())
     if not groups or mesh is None or max(int(group.max()) for group in groups) >= math.prod(sizes):
         return None
@@ -281,11 +263,12 @@ def _axes_of_groups(groups: Sequence[np.ndarray], mesh: MeshShape | None) -> tup
     return tuple(name for (name, _), found in zip(mesh, differs, strict=True) if found)
 
 
-def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
+def _groups(instruction: Instruction, num_devices: int) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
     """Return the groups of devices of a collective, and the axes by name with their mesh if the program states them.
 
     The three forms of XLA: lists `{{0,1},{2,3}}`, a reshaped range `[2,2]<=[2,2]T(1,0)`, and axes of a mesh
-    `mesh['a'=2,'b'=2] {'a'}`.
+    `mesh['a'=2,'b'=2] {'a'}`. The pairs of a permutation are lists. `num_devices` are those of the program, for groups that
+    are written as "all".
     """
 
     def ids_of(shape_text: str, count: int) -> np.ndarray | None:
@@ -297,10 +280,10 @@ def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, .
         ids = np.arange(count).reshape(shape)
         return (ids.transpose([int(n) for n in match.group(2).split(",")]) if match.group(2) else ids).reshape(-1)
 
-    start = text.find("replica_groups=")
-    if start < 0:
+    is_permute = instruction.opcode.startswith("collective-permute")
+    _, stated, text = instruction.attributes.partition("source_target_pairs=" if is_permute else "replica_groups=")
+    if not stated:
         return [], (), None
-    text = text[start + len("replica_groups=") :]
     if match := re.match(r"mesh\[(.*?)\](?:,? ?device_ids=\(([^{]*?)\))? \{(.*?)\}", text):
         own = tuple((name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", match.group(1)))
         named = tuple(re.findall(r"'([^']*)'", match.group(3)))
@@ -317,54 +300,46 @@ def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, .
         ids = ids_of(match.group(2), count * size)
         return ([] if ids is None else list(ids.reshape(count, size))), (), None
     if text.startswith("{}"):
-        return [np.arange(num_devices)], (), None
-    end = text.find("}}")
-    lists = re.findall(r"\{([\d,]+)\}", text[: end + 2]) if end >= 0 else []
-    return [np.array([int(n) for n in part.split(",")]) for part in lists], (), None
+        return [] if is_permute else [np.arange(num_devices)], (), None
+    lists, end, _ = text.partition("}}")
+    parts = re.findall(r"\{([\d, ]+)", lists) if end else []
+    return [np.array([int(n) for n in part.split(",")]) for part in parts], (), None
 
 
-def _matmul_flops(instruction: Instruction, computation: Computation, kernels: dict[str, None]) -> tuple[int, str]:
+def _matmul_flops(instruction: Instruction, operands: Sequence[Instruction], kernels: dict[str, None]) -> tuple[int, str]:
     """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
-    text, lhs, is_call = instruction.attributes, _operand(instruction, computation, 0), instruction.opcode == "custom-call"
-    if instruction.opcode == "dot" or (is_call and MATMUL_CALL.search(text)):
-        if lhs is None or not instruction.arrays:
-            return 0, ""
-        match = re.search(r'\blhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', text)
-        contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(lhs.dims) - 1] * is_call
-        number = 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[k] for k in contracted)
-        return number, _operand_type(instruction, computation)
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, computation), _operand_type(instruction, computation)
+    text, is_call = instruction.attributes, instruction.opcode == "custom-call"
     if is_call and 'custom_call_target="tpu_custom_call"' in text:
         if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', text):
             return int(estimate.group(1)), "bf16"
         kernels[instruction.op_name or instruction.name] = None
-    return 0, ""
+    sides = [made.arrays[0] for made in operands[:2] if made.arrays]
+    if not sides or not instruction.arrays:
+        return 0, ""
+    if instruction.opcode == "dot" or (is_call and MATMUL_CALL.search(text)):
+        dims = sides[0].dims
+        match = re.search(r'\blhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', text)
+        contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(dims) - 1] * is_call
+        number = 2 * math.prod(instruction.arrays[0].dims) * math.prod(dims[k] for k in contracted)
+    elif instruction.opcode == "convolution" and len(sides) == 2:
+        number = _convolution_flops(instruction, *sides)
+    else:
+        return 0, ""
+    # The widest type of the two operands, with the precision if it is not the default.
+    dtype = max(sides, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype
+    precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", text)
+    named = [f" {p}" for p in ("highest", "high") if precision and p in precision.groups()]
+    return number, "".join([dtype, *named[:1]])
 
 
-def _operand(instruction: Instruction, computation: Computation, number: int) -> Array | None:
-    made = computation.instructions.get(instruction.operands[number]) if number < len(instruction.operands) else None
-    return made.arrays[0] if made and made.arrays else None
-
-
-def _operand_type(instruction: Instruction, computation: Computation) -> str:
-    """Return the widest type of the two operands, with the precision if it is not the default."""
-    arrays = [a for a in (_operand(instruction, computation, 0), _operand(instruction, computation, 1)) if a]
-    dtype = max(arrays, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype if arrays else ""
-    precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", instruction.attributes)
-    named = [p for p in ("highest", "high") if precision and p in precision.groups()]
-    return f"{dtype} {named[0]}" if named else dtype
-
-
-def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
+def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Return the FLOPs of a convolution, as which TPU programs write matrix products: batches are spatial dimensions.
 
     Positions of the kernel that meet padding, or the gaps of a dilated input, are not computed. Source: XLA's
     `HloCostAnalysis::HandleConvolution`.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-    lhs, rhs = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
-    if labels is None or lhs is None or rhs is None:
+    if labels is None:
         return 0
     of_lhs, of_rhs, of_out = labels.groups()
     out, window = instruction.arrays[0], re.search(r"window=\{([^}]*)\}", instruction.attributes)
@@ -383,54 +358,39 @@ def _convolution_flops(instruction: Instruction, computation: Computation) -> in
     return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
 
 
-def _memory_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
-    """Return the bytes of device memory that an instruction reads and writes. Slices count with what they take."""
+def _memory_bytes(program: Program, instruction: Instruction, operands: Sequence[Instruction]) -> int:
+    """Return the bytes of device memory that an instruction reads and writes. Slices count with what they take.
+
+    In a fusion, an operand that is only sliced counts with the slices, and one that is updated in place with the update.
+    """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
-    written = _device_bytes(instruction.arrays)
+    written, *read = (sum(array.num_bytes for array in made.arrays if array.space == 0) for made in (instruction, *operands))
     if opcode in ("copy-start", "slice-start"):  # the result has both sides, and a slice is the smaller one
         sides = instruction.arrays[:2]
         return sum(array.space == 0 for array in sides) * min(array.num_bytes for array in sides)
     if opcode.endswith("-start"):  # the result repeats the operands
-        return 2 * sum(_operand_bytes(instruction, computation))
+        return 2 * sum(read)
     if opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * written
     if opcode in ("dynamic-update-slice", "scatter"):
         # The rest of the array stays where it is.
         number = 1 if opcode == "dynamic-update-slice" else len(instruction.operands) - 1
-        return 2 * _operand_bytes(instruction, computation)[number]
-    if opcode == "fusion":
-        return _fusion_bytes(program, instruction, computation)
-    return written + sum(_operand_bytes(instruction, computation))
-
-
-def _device_bytes(arrays: Sequence[Array]) -> int:
-    return sum(array.num_bytes for array in arrays if array.space == 0)
-
-
-def _operand_bytes(instruction: Instruction, computation: Computation) -> list[int]:
-    found = (computation.instructions.get(name) for name in instruction.operands)
-    return [_device_bytes(made.arrays) if made else 0 for made in found]
-
-
-def _fusion_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
-    """Return the bytes of a fusion: of an operand that is only sliced, the slices; of one updated in place, the update."""
-    inner = program.computations.get(instruction.called[0]) if instruction.called else None
-    operands = _operand_bytes(instruction, computation)
+        return 2 * read[number]
+    inner = program.computations.get(instruction.called[0]) if opcode == "fusion" and instruction.called else None
     if inner is None or not inner.instructions:
-        return _device_bytes(instruction.arrays) + sum(operands)
+        return written + sum(read)
     users = defaultdict[str, list[Instruction]](list)
     for made in inner.instructions.values():
         for name in made.operands:
             users[name].append(made)
-    parameters = ((p.name, operands[number]) for number, p in inner.parameters.items() if number < len(operands))
+    parameters = ((p.name, read[number]) for number, p in inner.parameters.items() if number < len(read))
     total = sum(min(whole, _read_bytes(name, users, whole)) for name, whole in parameters)
-    roots = [inner.root] if inner.root.opcode != "tuple" else [inner.instructions[name] for name in inner.root.operands]
+    roots = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
     for array, root in zip(instruction.arrays, roots, strict=False):
         if array.space == 0:
-            made = inner.instructions.get(root.operands[1]) if root.opcode == "dynamic-update-slice" else array
-            total += made.num_bytes if made else 0
+            total += (inner.operands(root)[1] if root.opcode == "dynamic-update-slice" else array).num_bytes
     return total
 
 

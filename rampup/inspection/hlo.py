@@ -101,6 +101,10 @@ class Computation(NamedTuple):
         """The arguments by number."""
         return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Return what makes the operands of an instruction; one without arrays where the text does not say."""
+        return [self.instructions.get(name, _UNKNOWN) for name in instruction.operands]
+
 
 class Value(NamedTuple):
     """The result of an instruction, or one element of it if it is a tuple."""
@@ -113,9 +117,8 @@ class Value(NamedTuple):
 
     def operand(self, number: int, element: int | None = None) -> Value:
         """Return an operand of the instruction."""
-        names = self.made.operands
-        made = self.where.instructions.get(names[number], _UNKNOWN) if number < len(names) else _UNKNOWN
-        return Value(self.where, made, element, self.sites)
+        made = self.where.operands(self.made)[number : number + 1] or [_UNKNOWN]
+        return Value(self.where, made[0], element, self.sites)
 
 
 _UNKNOWN = Instruction(name="", opcode="unknown", arrays=(), operands=(), inner="", attributes="", is_root=False)
@@ -209,25 +212,23 @@ class Program:
 
         That is an operation, a loop or conditional that returns it, or an argument of the program or of a loop's body.
         """
-        while (source := self._source(value)) is not None:
-            value = source
+        source: Value | None = value
+        while source is not None:
+            value, source = source, None
+            where, made, element, sites = value
+            if made.opcode in _PASS_ON:
+                source = value.operand(0, element)
+            elif made.opcode == "get-tuple-element" and element is None:
+                source = value.operand(0, made.number("index"))
+            elif made.opcode == "tuple" and element is not None:
+                source = value.operand(element)
+            elif made.opcode in ("fusion", "call"):
+                source = next(self.results(value), None)
+            elif made.opcode == "parameter" and (sites or where.name in self._sites):
+                outside, arguments = sites[-1] if sites else self._sites[where.name]
+                for name in arguments[int(made.inner) :][:1]:
+                    source = Value(outside, outside.instructions.get(name, _UNKNOWN), element, sites[:-1])
         return value
-
-    def _source(self, value: Value) -> Value | None:
-        where, made, element, sites = value
-        if made.opcode in _PASS_ON:
-            return value.operand(0, element)
-        if made.opcode == "get-tuple-element" and element is None:
-            return value.operand(0, made.number("index"))
-        if made.opcode == "tuple" and element is not None:
-            return value.operand(element)
-        if made.opcode in ("fusion", "call"):
-            return next(self.results(value), None)
-        if made.opcode == "parameter" and (sites or where.name in self._sites):
-            outside, arguments = sites[-1] if sites else self._sites[where.name]
-            names = arguments[int(made.inner) :]
-            return Value(outside, outside.instructions.get(names[0], _UNKNOWN), element, sites[:-1]) if names else None
-        return None
 
     def visits(self, computation: Computation | None = None, around: Visit | None = None) -> Iterator[Visit]:
         """Yield every instruction that a run may execute, each place that calls a computation separately."""
@@ -330,6 +331,10 @@ def _parse_line(line: str) -> Instruction | None:
         return None
     close = _closing(line, opcode.end() - 1)
     inner, arrays = line[opcode.end() : close], list[Array]()
+    operands = _NAMES.findall(inner)
+    if not operands and opcode.group(1) not in ("constant", "parameter", "iota"):  # names without a percent sign
+        bare = re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)
+        operands = re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", bare)
     for dtype, sizes, layout in _ARRAY.findall(line[start:end]):
         space = _SPACE.search(layout)
         dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
@@ -338,7 +343,7 @@ def _parse_line(line: str) -> Instruction | None:
         name=match.group(2),
         opcode=opcode.group(1),
         arrays=tuple(arrays),
-        operands=tuple(_NAMES.findall(inner)) or _bare_names(opcode.group(1), inner),
+        operands=tuple(operands),
         inner=inner,
         attributes=line[close + 1 :],
         is_root=match.group(1) is not None,
@@ -354,13 +359,6 @@ def _add_element(instructions: dict[str, Instruction], name: str) -> None:
         instructions[name] = replace(
             _UNKNOWN, name=name, opcode="get-tuple-element", arrays=arrays, operands=(whole,), attributes=f"index={index}"
         )
-
-
-def _bare_names(opcode: str, inner: str) -> tuple[str, ...]:
-    """Return operands that are written without a percent sign."""
-    if opcode in ("constant", "parameter", "iota") or not inner:
-        return ()
-    return tuple(re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)))
 
 
 def _closing(line: str, start: int) -> int:

@@ -6,6 +6,7 @@ type they are summed, what is not donated. So they hold for GSPMD, `shard_map` a
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections import Counter
@@ -102,14 +103,14 @@ class Inspection:
         for a in self.accumulators:
             arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
             by_type[a.dtype] = {"arrays": arrays + 1, "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes}
-        count = lambda cs: sum(c.count(self.loop_trips) for c in cs)  # noqa: E731
+        reductions, repeated = self.gradient_reductions, self.repeated_reductions
         return {
             "num_devices": self.num_devices,
             "loop_trips": list(self.loop_trips),
             "collectives": self.account.collective_rows(self.loop_trips),
-            "gradient_reductions": count(self.gradient_reductions),
-            "gradient_reductions_in_loops": count(self.repeated_reductions),
-            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions),
+            "gradient_reductions": sum(c.count(self.loop_trips) for c in reductions),
+            "gradient_reductions_in_loops": sum(c.count(self.loop_trips) for c in repeated),
+            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in repeated),
             "reduces_once": self.reduces_once,
             "accumulators": by_type,
             "optimizer_updates": self.optimizer_updates,
@@ -148,9 +149,7 @@ class Inspection:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
-        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.findings) + "</ul>"
+        return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in self.findings) + "</ul>"
 
 
 def inspect(
@@ -209,8 +208,14 @@ def inspect(
     entry = program.computations[program.entry]
     is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
     uses_multi_steps = any(map(is_multi_steps, jax.tree.leaves(args, is_leaf=is_multi_steps)))
-    account, replica_axes = account_of(program, shape), _replica_axes(args)
-    visits = list(program.visits())
+    # The axes that shard a batch and no parameter: gradients are reduced over them. The training state is the first argument.
+    # ZeRO-1 shards the rest of the state over the replicas too.
+    of_params, of_batch = set[str](), set[str]()
+    for place, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
+            for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
+                (of_batch if place else of_params).update(axis_names(part))
+    account, visits = account_of(program, shape), list(program.visits())
     accumulators = tuple(_accumulators(program, visits))
     # Name and array of every result.
     names = list(entry.root.operands) if entry.root.opcode == "tuple" else [entry.root.name] * len(entry.root.arrays)
@@ -219,7 +224,7 @@ def inspect(
     results = {array for _, array in outputs}
     state = [p for number, p in arguments.items() if number in donated or results.intersection(p.arrays)]
     gradients = [a.dims for a in accumulators] + [p.arrays[0].dims for p in state if p.arrays]
-    reductions = tuple(c for c in account.collectives if _reduces_gradients(c, replica_axes, gradients))
+    reductions = tuple(c for c in account.collectives if _reduces_gradients(c, of_batch - of_params, gradients))
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
     # Executions of a loop's body. Inside it, a loop over layers reduces the gradients of one layer at a time.
@@ -229,6 +234,14 @@ def inspect(
         if (i := v.instruction).name in accumulating
     }
     each = [c.num_bytes * c.runs // (bodies[next(name for name in c.loops if name in bodies)] or 1) for c in repeated]
+    # Arguments that a result of the same shape could replace in memory, the largest first.
+    free = Counter((array.dtype, array.dims) for number, (_, array) in enumerate(outputs) if number not in program.aliases)
+    not_donated = []
+    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
+        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
+            free[key] -= 1
+            not_donated.append(Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes))
     found = Inspection(
         num_devices=program.num_partitions,
         loop_trips=trips,
@@ -241,7 +254,7 @@ def inspect(
         uses_multi_steps=uses_multi_steps or any((p.op_name or p.name).endswith(".mini_step") for p in arguments.values()),
         num_donated=len(donated),
         donated_bytes=sum(p.num_bytes for p in donated.values()),
-        not_donated=tuple(_not_donated(program, outputs, arguments)),
+        not_donated=tuple(not_donated),
         f32_matmuls={dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")},
         host_transfers=tuple(_host_transfers(visits)),
         memory=None if compiled is None else program_memory(compiled),
@@ -264,31 +277,15 @@ def _read(source: str | Path) -> str:
         raise DataError(f"{text} is not text; write it with `compiled.as_text()`") from error
 
 
-def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
-    """Return the axes that shard a batch and no parameter: gradients are reduced over them. None if that cannot be seen.
-
-    The training state is the first argument. ZeRO-1 shards the rest of the state over the replicas too.
-    """
-    axes: list[set[str]] = [set(), set()]
-    for number, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg if number else getattr(arg, "params", arg)):
-            spec = getattr(getattr(leaf, "sharding", None), "spec", ())
-            for entry in spec:
-                axes[number > 0].update(axis_names(entry))
-    return frozenset(axes[1] - axes[0]) or None
-
-
 def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
     """Yield the loop variables whose new value is the old one plus a term."""
     for visit in visits:
-        if visit.instruction.opcode != "while":
+        loop = visit.instruction
+        if loop.opcode != "while" or (body := program.body(loop)) is None:
             continue
-        loop, body = visit.instruction, program.body(visit.instruction)
-        for index, array in enumerate(loop.arrays if body is not None else ()):
-            if body is None or not array.dtype.startswith(_FLOATS):
-                continue
-            initial = Value(visit.computation, loop).operand(0, index)
-            if _reaches(program, Value(body, body.root, index)) == 2 and _is_zero(program, initial):
+        for index, array in enumerate(loop.arrays):
+            is_sum = array.dtype.startswith(_FLOATS) and _reaches(program, Value(body, body.root, index)) == 2
+            if is_sum and _is_zero(program, Value(visit.computation, loop).operand(0, index)):
                 yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
 
 
@@ -317,27 +314,25 @@ def _reaches(program: Program, start: Value) -> int:
     return found
 
 
-def _is_zero(program: Program, value: Value) -> bool:
+def _is_zero(program: Program, value: Value | None) -> bool:
     """Return whether an array is made of zeros, or is a variable of an outer loop that starts as zeros."""
-    while True:
+    while value is not None:
         value = program.origin(value)
         if _EMPTY in value.made.attributes:
             return True  # how a TPU program writes zeros that the first iteration selects
         if value.made.opcode == "constant":
             return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(value.made.inner)
-        initial = value.operand(0) if value.made.opcode in ("broadcast", "pad", "slice") else program.initial(value)
-        if initial is None:
-            return False
-        value = initial
+        value = value.operand(0) if value.made.opcode in ("broadcast", "pad", "slice") else program.initial(value)
+    return False
 
 
-def _reduces_gradients(c: Collective, replica_axes: frozenset[str] | None, gradients: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether a collective reduces gradients over replicas: by its axes, or else by the shapes of its arrays."""
+def _reduces_gradients(c: Collective, replica_axes: set[str], gradients: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a collective reduces gradients over replicas: by its axes, if known, or by the shapes of its arrays."""
     if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
         return False
     if not any(dtype.startswith(_FLOATS) for dtype, _ in c.shapes):
         return False
-    if c.axes is not None and replica_axes is not None:
+    if c.axes is not None and replica_axes:
         return bool(replica_axes & set(c.axes))
 
     def signature(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -370,19 +365,6 @@ def _state_updates(
     return max(counts) if counts else None
 
 
-def _not_donated(
-    program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction]
-) -> Iterator[Buffer]:
-    """Yield the arguments that a result of the same shape could replace in memory, the largest first."""
-    free = Counter((array.dtype, array.dims) for number, (_, array) in enumerate(outputs) if number not in program.aliases)
-    donated = set(program.aliases.values())
-    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
-        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
-        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
-            free[key] -= 1
-            yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
-
-
 def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
     for visit in visits:
         i, in_loop = visit.instruction, bool(visit.loops)
@@ -392,8 +374,7 @@ def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
         elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
             yield match.group(1), in_loop
         elif i.opcode in ("copy-start", "copy") and not visit.fused:
-            made = (visit.computation.instructions.get(name) for name in i.operands)
-            spaces = {array.space for each in (i, *made) if each for array in each.arrays}
+            spaces = {array.space for each in (i, *visit.computation.operands(i)) for array in each.arrays}
             if _HOST_SPACE in spaces and spaces - {_HOST_SPACE}:
                 yield "copy between host and device memory", in_loop
 
@@ -421,10 +402,13 @@ def _findings(found: Inspection) -> Iterator[str]:
         arrays = sum(len(c.shapes) for c in found.repeated_reductions)
         yield f"{arrays} gradients ({bytes_:,} bytes) are reduced{where} in every microbatch, inside the loop that adds them up"
         if any(not c.has_numbers_only for c in once) and other > bytes_ / 100:
-            names = ", ".join(_describe(c) for c in found.repeated_reductions[:_LISTED])
+            names = []
+            for c in found.repeated_reductions[:_LISTED]:
+                shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
+                names.append(f"{shapes} ({c.op_name})" if c.op_name else shapes)
             yield (
                 f"other gradients ({other:,} bytes) are reduced once after the loop, so these may have lost their "
-                f"reduction tag or local accumulation: {names}"
+                f"reduction tag or local accumulation: {', '.join(names)}"
             )
     elif found.gradient_reductions and any(math.prod(a.dims) > 1 for a in found.accumulators):
         yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
@@ -455,8 +439,3 @@ def _findings(found: Inspection) -> Iterator[str]:
 def _describe_axes(collectives: Sequence[Collective]) -> str:
     axes = sorted({name for c in collectives for name in c.axes or ()})
     return f" over {' and '.join(axes)}" if axes else ""
-
-
-def _describe(c: Collective) -> str:
-    shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
-    return f"{shapes}{' (' + c.op_name + ')' if c.op_name else ''}"

@@ -14,12 +14,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.plan.plan import PHASE_TITLES
+from rampup.plan.plan import PHASE_TITLES, RampPlan
 from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
-    from rampup.plan.plan import RampPlan
     from rampup.plan.timetable import Operation, Timetable
     from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
@@ -36,11 +35,9 @@ ELLIPSIS = "..."
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
 TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
 TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
-_WHEN, _SPLIT = (
-    ("start_step", "start_sample", "num_steps"),
-    ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size"),
-)
-WHEN, BATCH, SPLIT = ({name: TITLES[name] for name in names} for names in (_WHEN, ("global_batch_size",), _SPLIT))
+WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
+BATCH = {"global_batch_size": TITLES["global_batch_size"]}
+SPLIT = {name: TITLES[name] for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")}
 _HYPERPARAMETERS = {
     "learning_rate_scale": TITLES["learning_rate_scale"],
     "learning_rate": "learning\nrate",
@@ -100,20 +97,17 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
     names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * scaled
-    rows, ends, sizes = plan.phase_rows(), {"bar": ""}, {name: TITLES[name] for name in names}
+    rows, sizes = plan.phase_rows(), {name: TITLES[name] for name in names}
     unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
     mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
 
-    def table(columns: Mapping[str, str]) -> Table:
-        def cells(index: int) -> list[str]:
-            bar = mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
-            return [bar if name == "bar" else phase_cell(rows[index], name, rest=plan.rest) for name in columns]
+    def cell(index: int, name: str) -> str:
+        if name == "bar":
+            return mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
+        return phase_cell(rows[index], name, rest=plan.rest)
 
-        return _phases_table(console, columns.values(), len(rows), cells, max_phases, dim=unreached)
-
-    _print_first_that_fits(
-        console, ([*map(table, layout)] for layout in ([WHEN | sizes | ends], [WHEN | sizes], [WHEN, sizes]))
-    )
+    layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
+    _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
@@ -123,12 +117,10 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
         for choice in plan.pipeline_candidates[:MAX_CHOICES]:
-            sizes, b = (
-                map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size)),
-                plan.splits[-1].microbatch_size,
-            )
+            sizes = map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size))
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, "used" * (choice.microbatch_size == b))
+            used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
+            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
         console.print(choices)
     print_notes(plan.advice, console)
 
@@ -137,21 +129,18 @@ def print_hyperparameters(
     plan: RampPlan, rows: Sequence[Mapping[str, float]], console: Console, *, max_phases: int | None = MAX_PHASES
 ) -> None:
     """Print the hyperparameters of every phase; `rows` has them by key. See `print_plan` for the other arguments."""
-    names = [name for name in _HYPERPARAMETERS if name in rows[0]]
-    rates = [name for name in names if "rate" in name]
+    titles = {name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]}
+    rates = {name: title for name, title in titles.items() if "rate" in name}
+    others = {name: title for name, title in titles.items() if name not in rates}
 
-    def table(names: Sequence[str]) -> Table:
-        def cells(index: int) -> list[str]:
-            digits = {"adam_b1": 6, "adam_b2": 6}
-            values = ((name, rows[index][name]) for name in names)
-            texts = (f"{n:,.0f}" if n >= 1000 else f"{n:.{digits.get(name, 4)}g}" for name, n in values)
-            return [f"{plan.ramp.sizes[index]:,}", *texts]
+    def cell(index: int, name: str) -> str:
+        if name == "global_batch_size":
+            return f"{plan.ramp.sizes[index]:,}"
+        number, digits = rows[index][name], 6 if name in ("adam_b1", "adam_b2") else 4
+        return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
 
-        titles = [*BATCH.values(), *(_HYPERPARAMETERS[name] for name in names)]
-        return _phases_table(console, titles, len(rows), cells, max_phases)
-
-    layouts = ([names], [rates, [name for name in names if name not in rates]])
-    _print_first_that_fits(console, ([table(part) for part in layout if part] for layout in layouts))
+    layouts = ([titles], [part for part in (rates, others) if part])
+    _print_phases(console, [[BATCH | part for part in layout] for layout in layouts], cell, len(rows), max_phases)
     console.print("learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens")
 
 
@@ -180,18 +169,18 @@ def print_comparison(
     split, batch = split_columns(any(plan.splitter.num_stages > 1 for plan in plans)), {"global_batch_size": "batch"}
     when, samples = WHEN | batch, {"start_sample": WHEN["start_sample"]} | batch
     steps = {name: title for name, title in when.items() if name != "start_sample"}
-    pairs_of_phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
+    phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
 
-    def table(columns: Mapping[str, str]) -> Table:
-        def cells(index: int) -> list[str]:
-            pair = pairs_of_phases[index]
-            return [*(phase_cell(row, name) for row in pair for name in columns), MARK if pair[0] != pair[1] else ""]
+    def both_and_mark(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
+        marked = {name: f"{title} " if "\n" in title else f"{title}\n" for name, title in columns.items()}
+        return {(which, name): title + "ab"[which] for which in (0, 1) for name, title in marked.items()} | {(0, ""): ""}
 
-        ends = [f"{title}\n{end}" if "\n" not in title else f"{title} {end}" for end in "ab" for title in columns.values()]
-        return _phases_table(console, [*ends, ""], len(pairs_of_phases), cells, max_phases)
+    def cell(index: int, column: tuple[int, str]) -> str:
+        pair, (which, name) = phases[index], column
+        return phase_cell(pair[which], name) if name else MARK * (pair[0] != pair[1])
 
     layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
-    _print_first_that_fits(console, ([*map(table, layout)] for layout in layouts))
+    _print_phases(console, [[*map(both_and_mark, layout)] for layout in layouts], cell, len(phases), max_phases)
 
 
 def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
@@ -330,34 +319,35 @@ def split_columns(pipeline: bool) -> dict[str, str]:
     return {name: title for name, title in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
 
 
-def _phases_table(
+def _print_phases(
     console: Console,
-    titles: Iterable[str],
+    layouts: Iterable[Iterable[Mapping[Any, str]]],
+    cell: Callable[[int, Any], str],
     number: int,
-    cells: Callable[[int], Iterable[str]],
     most: int | None,
     *,
     dim: Collection[int] = (),
-) -> Table:
-    """Return a table with a row for each phase. If there are more than `most`, the middle ones are counted below it."""
-    table = make_table(console, ["phase", *titles])
-    if table.columns[-1].header == "":  # bars or marks
-        table.columns[-1].justify = "left"
+) -> None:
+    """Print a number of phases in the tables of the first layout that is narrow enough, or else of the last.
+
+    Each table has its columns with their titles, and `cell` gives the text of a phase in a column. If there are more phases
+    than `most`, the middle ones are counted below.
+    """
     hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
-    for index in range(number):
-        if index not in hidden:
-            table.add_row(f"({index})" if index in dim else str(index), *cells(index), style="dim" if index in dim else None)
-        elif index == hidden.start:
-            table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
-    if hidden:
-        table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
-        table.caption_justify = "left"
-    return table
-
-
-def _print_first_that_fits(console: Console, layouts: Iterable[Sequence[Table]]) -> None:
-    """Print the tables of the first layout that is narrow enough, or else of the last."""
-    for tables in layouts:
+    for layout in layouts:
+        tables = [make_table(console, ["phase", *columns.values()]) for columns in layout]
+        for columns, table in zip(layout, tables, strict=True):
+            if table.columns[-1].header == "":  # bars or marks
+                table.columns[-1].justify = "left"
+            for index in range(number):
+                if index not in hidden:
+                    name, style = (f"({index})", "dim") if index in dim else (str(index), None)
+                    table.add_row(name, *(cell(index, column) for column in columns), style=style)
+                elif index == hidden.start:
+                    table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
+            if hidden:
+                table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
+                table.caption_justify = "left"
         widths = [Measurement.get(console, console.options.update(max_width=1000), table).maximum for table in tables]
         if max(widths) <= console.width:
             break
@@ -365,7 +355,7 @@ def _print_first_that_fits(console: Console, layouts: Iterable[Sequence[Table]])
 
 
 def phase_cell(row: Mapping[str, object] | None, name: str, *, rest: str = "rest") -> str:
-    """Return a size of a phase as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
+    """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
     if row is None:
         return "-"
     if row.get(name) is None:
@@ -398,7 +388,7 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         names = ("start_step", "num_steps", "prompts_per_step", "samples_per_prompt", "samples_per_step")
         names += ("mini_batch_samples", "optimizer_steps")
         console.print(f"{steps} of a batch that grows; {total} of the policy")
-        console.print(make_table(console, titles, [[_cell(row[name]) for name in names] for row in stages]))
+        console.print(make_table(console, titles, [[phase_cell(row, name) for name in names] for row in stages]))
         console.print(f"in the last stage, a step of {sizes}:")
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
@@ -412,7 +402,7 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         if model and what == "mini batches":
             table.add_row(f"  {model[0]}", *[""] * 5)
         name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
-        table.add_row(name, *(_cell(row[key]) for key in ("number", "prompts", "samples", "tokens")), row["how"])
+        table.add_row(name, *(phase_cell(row, key) for key in ("number", "prompts", "samples", "tokens")), row["how"])
     table.add_row("-> weights to the generator", *[""] * 5)
     console.print(table)
     if plan.eval_prompts:
@@ -437,7 +427,7 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         columns = {f"published for {suggestion.published_for}": suggestion.published}
         if suggestion.repository is not None:
             columns["the repository uses"] = suggestion.repository
-        rows = [(name, *(_cell(sizes[name]) for sizes in columns.values())) for name in suggestion.published]
+        rows = [(name, *(phase_cell(sizes, name) for sizes in columns.values())) for name in suggestion.published]
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
@@ -448,7 +438,3 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         )
     for note in suggestion.notes:
         console.print(f"- {note}")
-
-
-def _cell(value: int | None) -> str:
-    return "" if value is None else format_value(value)

@@ -22,7 +22,7 @@ from rampup.plan.numbers import GIB
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import Timetable
 from rampup.show.console import operation_label
-from rampup.show.format import KIND_NAMES, format_si
+from rampup.show.format import format_si
 from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points
 
 Phase = Mapping[str, Any]  # of `drawn_phases`
@@ -38,20 +38,25 @@ LINES = (
     {"color": "#5a5a5a", "linestyle": (0, (1, 1)), "marker": "P"},
 )
 INK, DIM, RULE, SHADE, PAPER, BAR, OVER = "#1c2430", "#5b6675", "#d5dae1", "#e9e9ee", "#ffffff", "#a9c4e4", "#f2c9b4"
-# Face, ink and hatch of an operation by its kind.
-OPERATIONS = {"F": ("#cfe8cf", "#000001", ""), "B": ("#33578f", "#fffffe", ""), "W": (BAR, "#000001", "///")}
-OPERATIONS["I"] = OPERATIONS["B"]
+# Name, face, ink and hatch of an operation by its kind.
+OPERATIONS = {
+    "F": ("forward", "#cfe8cf", "#000001", ""),
+    "B": ("backward", "#33578f", "#fffffe", ""),
+    "I": ("input gradient", "#33578f", "#fffffe", ""),
+    "W": ("weight gradient", BAR, "#000001", "///"),
+}
 # In a page, each colour becomes a CSS variable, so that the page's theme applies to its pictures.
 _VARIABLES = {f"s{number}": str(line["color"]) for number, line in enumerate(LINES)}
 _VARIABLES |= {"ink": INK, "dim": DIM, "rule": RULE, "band": SHADE, "box": PAPER, "w": BAR}
 for _kind in "FB":
-    _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
+    _, _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
 CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
 # Below these widths: one column of panels, and the smaller letters of a column of a paper.
 NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
 TICK_LETTERS = 9
+UNIT_LABELS = {"samples": "samples consumed", "steps": "optimizer steps"}
 FORMATS = (".png", ".svg", ".pdf")
 LETTERS_PER_INCH = 12.5
 MAX_BANDS = 40
@@ -238,7 +243,7 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
     axes.set_yticks(range(stages), [str(stage) for stage in range(stages)])
     rectangle, per_unit = import_matplotlib("patches").Rectangle, (width - MARGIN_INCHES) / span
     for operation in table.operations:
-        face, ink, hatch = OPERATIONS[operation.kind]
+        _, face, ink, hatch = OPERATIONS[operation.kind]
         start, length = float(operation.start), float(operation.end - operation.start)
         bar = rectangle((start, operation.stage - 0.45), length, 0.9, facecolor=face, hatch=hatch, edgecolor=INK, linewidth=0.5)
         axes.add_patch(bar)
@@ -246,9 +251,9 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
         if length * per_unit >= LETTER_INCHES * len(text):
             behind = {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
             axes.text(start + length / 2, operation.stage, text, ha="center", va="center", fontsize=7, color=ink, bbox=behind)
-    kinds = sorted({operation.kind for operation in table.operations}, key="FBIW".index)
-    looks = {KIND_NAMES[kind]: OPERATIONS[kind] for kind in kinds}
-    handles = [rectangle((0, 0), 1, 1, facecolor=face, hatch=hatch, edgecolor=INK) for face, _, hatch in looks.values()]
+    kinds = {operation.kind for operation in table.operations}
+    looks = {name: (face, hatch) for kind, (name, face, _, hatch) in OPERATIONS.items() if kind in kinds}
+    handles = [rectangle((0, 0), 1, 1, facecolor=face, hatch=hatch, edgecolor=INK) for face, hatch in looks.values()]
     figure.legend(handles, list(looks), loc="outside lower left", ncols=len(kinds), frameon=False)
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
     title = f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}: {float(table.bubble_fraction):.1%} idle"
@@ -351,8 +356,7 @@ def save(figure: Any, path: str | Path | None) -> Any:
             axes.tick_params(labelsize=COLUMN_LETTERS * TICK_LETTERS)  # of the ticks to come
     if path is None:
         return figure
-    if Path(path).suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
+    check_format(path)
     try:
         # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has outlines of its letters.
         with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
@@ -362,10 +366,15 @@ def save(figure: Any, path: str | Path | None) -> Any:
     return figure
 
 
+def check_format(path: str | Path) -> None:
+    """Refuse a file whose suffix is not that of a picture."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
+
+
 def line_style(number: int) -> dict[str, Any]:
     """Return the colour and the dashes of a line by its number."""
-    style = LINES[number % len(LINES)]
-    return {"color": style["color"], "linestyle": style["linestyle"]}
+    return {name: LINES[number % len(LINES)][name] for name in ("color", "linestyle")}
 
 
 def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = True, integers: bool = False) -> None:
@@ -402,14 +411,12 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
 
 def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
     """Draw the batch as a staircase over samples or steps."""
-    start, stop, label = ("start_sample", "end_sample", "samples consumed")
-    if unit == "steps":
-        start, stop, label = ("start_step", "end_step", "optimizer steps")
-    edges, sizes = [(phase[start], phase[stop]) for phase in phases], [phase["global_batch_size"] for phase in phases]
+    one, sizes = unit.removesuffix("s"), [phase["global_batch_size"] for phase in phases]
+    edges = [(phase[f"start_{one}"], phase[f"end_{one}"]) for phase in phases]
     end = edges[-1][1]
     axes.stairs(sizes, [*(first for first, _ in edges), end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
     more = f"; the run continues to {total:,}" if total > end else ""
-    prepare(axes, x=label + more, y="samples per step", integers=True)
+    prepare(axes, x=UNIT_LABELS[unit] + more, y="samples per step", integers=True)
     axes.set(xlim=(0, end), ylim=(0, max(sizes) * 1.18))
     _shade(axes, edges, [phase["phase"] for phase in phases])
     if total < end:
@@ -440,7 +447,7 @@ def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RateP
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
         xs = [sample if samples else step for step, sample, _ in line]
         axes.plot(xs, [rate for *_, rate in line], label=label, linewidth=2.0 if used else 1.3, **line_style(number))
-    prepare(axes, x="samples consumed" if samples else "optimizer steps", y="learning rate")
+    prepare(axes, x=UNIT_LABELS[unit], y="learning rate")
     end = plan.consumed_samples if samples else plan.total_steps
     axes.set_xlim(0, end)
     starts = [phase.start_sample if samples else phase.start_step for phase in plan.ramp.phases]
@@ -449,15 +456,12 @@ def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RateP
 
 
 def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
-    means = 1
     for number, run in enumerate(runs):
-        style = line_style(number)
-        xs, ys, means = mean_of_neighbours(run.samples, run.losses)
-        axes.plot(xs, ys, label=run.name, linewidth=1.3, **style)
+        samples, style = _plot_means(axes, run, run.losses, number, label=run.name, linewidth=1.3), LINES[number % len(LINES)]
         if run.eval_samples:
-            marker = {"color": style["color"], "marker": LINES[number % len(LINES)]["marker"], "markerfacecolor": PAPER}
+            marker = {"color": style["color"], "marker": style["marker"], "markerfacecolor": PAPER}
             axes.plot(run.eval_samples, run.eval_losses, linestyle="", label=f"{run.name}: evaluation", **marker)
-    prepare(axes, x=_label_samples(means), y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
+    prepare(axes, x=samples, y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
 
 
 def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
@@ -475,11 +479,9 @@ def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
 
 
 def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
-    means = 1
     for number, run in enumerate(runs):
-        xs, ys, means = mean_of_neighbours(run.samples, run.tokens_per_second)
-        axes.plot(xs, ys, linewidth=1.1, **line_style(number))
-    prepare(axes, x=_label_samples(means), y="tokens per second")
+        samples = _plot_means(axes, run, run.tokens_per_second, number, linewidth=1.1)
+    prepare(axes, x=samples, y="tokens per second")
     # A step that was not waited for, or whose clock stood still, would make the others too flat to read.
     rates = sorted(rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate))
     if rates and rates[-1] > (most := FAR_ABOVE * rates[len(rates) * 9 // 10]):
@@ -488,10 +490,11 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
 
 
 def _panel_curve(axes: Any, run: RunMetrics, title: str, values: Sequence[float]) -> None:
+    prepare(axes, x=_plot_means(axes, run, values, 0, linewidth=1.3), y=title.lower())
+
+
+def _plot_means(axes: Any, run: RunMetrics, values: Sequence[float], number: int, **options: Any) -> str:
+    """Draw what each step of a run has, or the means of neighbours if they are many. Return the label of the axis."""
     xs, ys, means = mean_of_neighbours(run.samples, values)
-    axes.plot(xs, ys, linewidth=1.3, **line_style(0))
-    prepare(axes, x=_label_samples(means), y=title.lower())
-
-
-def _label_samples(means: int) -> str:
+    axes.plot(xs, ys, **options, **line_style(number))
     return "samples consumed" + (f" (means of {means:,} steps)" if means > 1 else "")

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rampup.plan.split import BatchSplit
 
-# Kinds of operations in a pipeline timetable.
-KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
 
 def format_value(value: object) -> str:
     """Format a value: thousands separators for integers, four significant digits for other numbers.

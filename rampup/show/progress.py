@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,83 +29,61 @@ REDRAW_SECONDS = 0.2
 DECISION_LINES = 5
 
 
-class Bar:
-    """A progress bar that shows nothing, for output that is piped."""
-
-    visible = False  # whether the bar shows anything; if not, the caller prints lines
-
-    def start(self, total: int, done: int) -> None:
-        """Show the bar, with the samples of the run and those consumed so far."""
-
-    def update(self, done: int, left: str, line: str) -> None:
-        """Update the samples consumed, the time left, and the line about the newest step."""
-
-    def stop(self) -> None:
-        """Stop updating. What the bar shows stays."""
-
-
-class _ProgressWithLine(Progress):
-    """A bar, and below it a line about the newest step, which a narrow terminal wraps instead of truncating."""
+class TerminalBar(Progress):
+    """A bar drawn by rich, and below it a line about the newest step, which a narrow terminal wraps instead of truncating."""
 
     line = ""
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(self.line)
-
-
-class _TerminalBar(Bar):
-    """A bar drawn by rich."""
-
-    visible = True
-
     def __init__(self, console: Console) -> None:
-        self._progress = _ProgressWithLine(
+        columns = (
             TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[left]} left"),
-            console=console,
-            expand=True,
         )
-        self._task = self._progress.add_task("train", total=0, left="?", visible=False)
+        super().__init__(*columns, console=console, expand=True)
+        self._task = self.add_task("train", total=0, left="?", visible=False)
 
-    def start(self, total: int, done: int) -> None:
-        self._progress.update(self._task, total=total, completed=done, visible=True)
-        self._progress.start()
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is drawn."""
+        return self.make_tasks_table(self.tasks), Text(self.line)
 
-    def update(self, done: int, left: str, line: str) -> None:
-        self._progress.line = line
-        self._progress.update(self._task, completed=done, left=left)
+    def begin(self, total: int, done: int) -> None:
+        """Show the bar, with the samples of the run and those consumed so far."""
+        self.update(self._task, total=total, completed=done, visible=True)
+        self.start()
 
-    def stop(self) -> None:
-        self._progress.stop()
+    def move(self, done: int, left: str, line: str) -> None:
+        """Update the samples consumed, the time left, and the line about the newest step."""
+        self.line = line
+        self.update(self._task, completed=done, left=left)
 
 
-class _NotebookBar(Bar):
+class NotebookBar:
     """A bar as HTML, which IPython replaces in place: rich would need widgets for that, which a notebook may not have."""
-
-    visible = True
 
     def __init__(self) -> None:
         self._handle: Any = None
         self._total, self._page, self._drawn = 0, "", 0.0
 
-    def start(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int) -> None:
+        """Show the bar; see `TerminalBar`."""
         from IPython.display import HTML, display
 
         self._total = total
         if self._handle is None:
             self._handle = display(HTML(""), display_id=True)
         self._drawn = 0.0
-        self.update(done, "?", "")
+        self.move(done, "?", "")
 
-    def update(self, done: int, left: str, line: str) -> None:
+    def move(self, done: int, left: str, line: str) -> None:
+        """Update the bar; see `TerminalBar`."""
         bar = f'<progress value="{done}" max="{self._total}" style="width:40%"></progress>'
         self._page = f"{bar} {done:,}/{self._total:,} samples, {left} left<br>{html.escape(line)}"
         if time.monotonic() - self._drawn >= REDRAW_SECONDS:
             self._draw()
 
     def stop(self) -> None:
+        """Stop updating. What the bar shows stays."""
         self._draw()
         self._handle = None
 
@@ -117,13 +95,11 @@ class _NotebookBar(Bar):
             self._drawn = time.monotonic()
 
 
-def make_bar(console: Console, *, quiet: bool = False) -> Bar:
-    """Return the bar that fits the output of a console: none if it is piped, or if `quiet` is set."""
-    if quiet:
-        return Bar()
+def make_bar(console: Console) -> TerminalBar | NotebookBar | None:
+    """Return the bar that fits the output of a console; None if it is piped."""
     if in_notebook():
-        return _NotebookBar()
-    return _TerminalBar(console) if console.is_terminal else Bar()
+        return NotebookBar()
+    return TerminalBar(console) if console.is_terminal else None
 
 
 def in_notebook() -> bool:
@@ -161,7 +137,7 @@ class TrainProgress:
         self._decided: int | None = None  # the step of the last decision that was printed
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
-        self._bar = make_bar(self._console, quiet=quiet)
+        self._bar = None if quiet else make_bar(self._console)
 
     def __call__(self, event: events.Event) -> None:
         """Show one event."""
@@ -182,14 +158,13 @@ class TrainProgress:
                 longer = "num_batches" if isinstance(event.plan, RolloutSchedule) else "steps"
                 self._console.print(f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer")
             case events.RunStarted():
-                self._plan, self._unit = event.plan, "samples" if event.tokens_per_sample == 1 else "tokens"
+                self._unit = "samples" if event.tokens_per_sample == 1 else "tokens"
                 if event.step:
                     self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
                 self._console.print("compiling the training step", style="dim")
-                self._bar.start(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
+                self._begin(event)
             case events.BatchSizeChanged():
-                self._plan = event.plan
-                self._bar.start(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
+                self._begin(event)
             case events.BatchSizeDecided():
                 if event.changed or self._decided is None or event.step - self._decided >= DECISION_LINES * self._log_period:
                     self._decided = event.step
@@ -201,8 +176,25 @@ class TrainProgress:
                     text = f"{text}: " if self._has_phases else ""
                     text += f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
                 self._console.print(text)
-            case events.StepDone():
-                self._show_step(event.metrics)
+            case events.StepDone(metrics=metrics):
+                if self._recent:  # The first step is left out, with its compilation.
+                    self._compile_seconds += metrics.get("compile_seconds", 0.0)
+                self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
+                rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+                phase = f", phase {metrics['phase']}" if self._has_phases else ""
+                line = (
+                    f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
+                    f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
+                )
+                if metrics.get("reward") is not None:
+                    line += f", reward {metrics['reward']:.3f}"
+                if metrics.get("noise_scale_samples_low") is not None:
+                    value, low, high = (metrics[f"noise_scale_samples{end}"] for end in ("", "_low", "_high"))
+                    line += f", noise scale {NoiseEstimate(value=value, low=low, high=high)} samples"
+                if self._bar is not None:
+                    self._bar.move(metrics["consumed_samples"], self._time_left(), line)
+                elif metrics["step"] % self._log_period == 0:
+                    self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
             case events.Evaluated():
                 if "accuracy" in event.metrics:
                     found = f"{event.metrics['accuracy']:.1%} of the answers are right"
@@ -224,7 +216,7 @@ class TrainProgress:
                     f"step {event.step:,} is skipped: its loss or gradient is not finite ({event.in_a_row} in a row)"
                 )
             case events.RunStopped():
-                self._bar.stop()
+                self.close()
                 if event.interrupted:
                     steps = format_count(event.steps, "step")
                     unsaved = "no checkpoint has its last state" if event.steps else "there is nothing to save"
@@ -233,10 +225,17 @@ class TrainProgress:
                 self._console.print("stopping after the steps in flight; Ctrl-C again stops at once and saves nothing")
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
-            case events.LearningRateChanged():
-                self._console.print(_describe_rate_change(event), style="yellow")
+            case events.LearningRateChanged(schedule_steps=length):
+                text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the "
+                text += f"run continues has {event.after:.4g} there"
+                if length is not None and length <= event.step + 1:
+                    text += f"; the schedule before ended after {length:,} steps"
+                elif length is not None:
+                    text += f"; learning_rate_schedule_steps={length} keeps the schedule before"
+                    text += f" and is at its end after {length:,} steps" if event.plan.total_steps > length else ""
+                self._console.print(text, style="yellow")
             case events.RunAborted():
-                self._bar.stop()
+                self.close()
                 if event.checkpoint is None:
                     self._console.print("stopped at once; nothing was saved")
                 else:
@@ -245,7 +244,13 @@ class TrainProgress:
 
     def close(self) -> None:
         """Stop drawing."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _begin(self, event: events.RunStarted | events.BatchSizeChanged) -> None:
+        self._plan = event.plan
+        if self._bar is not None:
+            self._bar.begin(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
 
     def _resume(self, folder: Path) -> str:
         if not self._has_command:
@@ -258,26 +263,6 @@ class TrainProgress:
         plan = self._plan
         return plan is None or len(plan.splits) > 1 or (isinstance(plan, RampPlan) and plan.auto_schedule == "follow")
 
-    def _show_step(self, metrics: Mapping[str, Any]) -> None:
-        if self._recent:  # The first step is left out, with its compilation.
-            self._compile_seconds += metrics.get("compile_seconds", 0.0)
-        self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
-        rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
-        phase = f", phase {metrics['phase']}" if self._has_phases else ""
-        line = (
-            f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
-            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
-        ) + (f", reward {metrics['reward']:.3f}" if metrics.get("reward") is not None else "")
-        if "noise_scale_samples" in metrics:
-            ends = {
-                name: metrics[f"noise_scale_samples{end}"] for name, end in (("value", ""), ("low", "_low"), ("high", "_high"))
-            }
-            line += f", noise scale {NoiseEstimate(**ends)} samples" if ends["low"] is not None else ""
-        if self._bar.visible:
-            self._bar.update(metrics["consumed_samples"], self._time_left(), line)
-        elif metrics["step"] % self._log_period == 0:
-            self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
-
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
 
@@ -289,17 +274,6 @@ class TrainProgress:
         minutes, seconds = divmod(round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-def _describe_rate_change(event: events.LearningRateChanged) -> str:
-    text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the run continues "
-    text += f"has {event.after:.4g} there"
-    if event.schedule_steps is None:
-        return text
-    if event.schedule_steps <= event.step + 1:
-        return f"{text}; the schedule before ended after {event.schedule_steps:,} steps"
-    ends = f" and is at its end after {event.schedule_steps:,} steps" if event.plan.total_steps > event.schedule_steps else ""
-    return f"{text}; learning_rate_schedule_steps={event.schedule_steps} keeps the schedule before{ends}"
 
 
 def _format_loss(value: float | None) -> str:

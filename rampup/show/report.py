@@ -6,6 +6,7 @@ The page contains its style and its script, and its content security policy forb
 from __future__ import annotations
 
 import html
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -65,29 +66,39 @@ def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
     warnings = f'<div class="notes">{html_list(report.notes)}</div>' if report.notes else "<p>No warnings.</p>" if plan else ""
-    sections: dict[str, str] = {"Notes": warnings}
+    sections, summary = {"Notes": warnings}, plan.summary if isinstance(plan, RampPlan) else ()
     if report.verdict is not None:
         sections["Verdict"] = _scroll(to_html(report.verdict), "verdict")
     if report.run is not None:
         sections["Run"] = _run(report.run)
     if isinstance(plan, RampPlan):
         sections["Ramp"] = _pictures(plan_panels(plan))
-        sections["Phases"] = _phases(plan)
+        unreached = {phase.index: "unreached" for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
+        phases = _scroll(html_table(plan.phase_table(), max_rows=MAX_ROWS, row_classes=unreached), "phases")
+        phases += '<p class="dim">The run ends before the phases in italics.</p>' if unreached else ""
+        if plan.eval_split:
+            split = f"{plan.eval_split.global_batch_size:,} samples per batch = {describe_split(plan.eval_split)}"
+            phases += f"<p>Evaluation: {html.escape(split)}.</p>"
+        sections["Phases"] = phases
         sections["Learning rate"] = _pictures(rate_panels(plan, report.rates)) if report.rates else ""
-        sections["Pipeline"] = _pipeline(plan)
+        stages, microbatches = plan.splitter.num_stages, plan.splits[-1].num_pipeline_microbatches
+        if stages > 1 and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS:
+            sections["Pipeline"] = f"<p>{stages} stages and {microbatches:,} microbatches: too many to draw.</p>"
+        elif stages > 1:
+            picture = svg_element(draw_timetable(plan.timetable()), title="timetable of the last phase", prefix="timetable-")
+            # A timetable keeps its own width and scrolls; the view box is in points.
+            sections["Pipeline"] = f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
     elif plan is not None:
-        sections["Step"] = _scroll(html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable") + _scroll(
-            to_html(plan), "sizes"
-        )
+        size = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
+        total = format_count(plan.total_optimizer_steps, "optimizer step")
+        summary = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
+        sections["Step"] = _scroll(html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable")
+        sections["Step"] += _scroll(to_html(plan), "sizes")
     sections["Keys"] = _keys(report.config) if report.config else ""
     sections = {name: body for name, body in sections.items() if body}
     links = "".join(f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
-    title, summary = html.escape(report.title), plan.summary if isinstance(plan, RampPlan) else ()
-    if isinstance(plan, RolloutPlan):
-        size = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
-        total = format_count(plan.total_optimizer_steps, "optimizer step")
-        summary = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
+    title = html.escape(report.title)
     header = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in summary)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -118,47 +129,18 @@ def _run(run: RunMetrics) -> str:
     return f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By phase</h3>{_scroll(table, "the run by phase")}'
 
 
-def _phases(plan: RampPlan) -> str:
-    unreached = {phase.index: "unreached" for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
-    text = _scroll(html_table(plan.phase_table(), max_rows=MAX_ROWS, row_classes=unreached), "phases")
-    if unreached:
-        text += '<p class="dim">The run ends before the phases in italics.</p>'
-    if plan.eval_split:
-        size = plan.eval_split.global_batch_size
-        text += f"<p>Evaluation: {size:,} samples per batch = {html.escape(describe_split(plan.eval_split))}.</p>"
-    return text
-
-
-def _pipeline(plan: RampPlan) -> str:
-    splitter, split = plan.splitter, plan.splits[-1]
-    if splitter.num_stages == 1:
-        return ""
-    if 2 * splitter.num_stages * split.num_pipeline_microbatches * splitter.num_repeats > MAX_OPERATIONS:
-        return f"<p>{splitter.num_stages} stages and {split.num_pipeline_microbatches:,} microbatches: too many to draw.</p>"
-    picture = svg_element(draw_timetable(plan.timetable()), title="timetable of the last phase", prefix="timetable-")
-    # A timetable keeps its own width and scrolls; the view box is in points.
-    return f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
-
-
 def _keys(config: Settings) -> str:
     values, defaults = config.to_dict(), type(config)().to_dict()
-    sections: dict[str, list[str]] = {}
+    sections = defaultdict(list)
     for name, key in config.keys().items():
-        sections.setdefault(key.section, []).append(name)
+        # Only the name of a file is shown: the page may be sent to somebody, and the folders are nobody's business.
+        place = Path(config.where(name)).name
+        row = {"key": name, "value": yaml_value(values[name]), "set by": place, "meaning": describe(key)}
+        sections[key.section].append(row)
     parts = ['<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>']
     parts.append('<p class="dim">Values in bold are not the default.</p>')
-    for section, names in sections.items():
-        # Only the name of a file is shown: the page may be sent to somebody, and the folders are nobody's business.
-        rows = [
-            {
-                "key": name,
-                "value": yaml_value(values[name]),
-                "set by": Path(config.where(name)).name,
-                "meaning": describe(config.keys()[name]),
-            }
-            for name in names
-        ]
-        changed = {number: "changed" for number, name in enumerate(names) if values[name] != defaults[name]}
+    for section, rows in sections.items():
+        changed = {number: "changed" for number, row in enumerate(rows) if values[row["key"]] != defaults[row["key"]]}
         table = html_table(rows, max_rows=len(rows), row_classes=changed)
         parts.append(f"<details open><summary>{html.escape(section)}</summary>{table}</details>")
     return "".join(parts)

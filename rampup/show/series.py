@@ -115,6 +115,10 @@ class RunMetrics:
         rows = list(lines)
         if not rows:
             raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
+
+        def values_of(key: str) -> tuple[float, ...]:
+            return tuple(_finite_or_nan(row.get(key)) for row in rows)
+
         counts = {
             key: tuple(require_count(row, key, name) for row in rows)
             for key in ("step", "consumed_samples", "global_batch_size", "phase")
@@ -122,29 +126,28 @@ class RunMetrics:
         after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
         quantity, evaluated = ("reward", "accuracy") if all("reward" in row for row in rows) else ("loss", "eval_loss")
         evals = [(after[row["step"]], _finite_or_nan(row.get(evaluated))) for row in eval_lines if row["step"] in after]
+        curves = {title: values for title, key in CURVES.items() if not all(map(math.isnan, values := values_of(key)))}
+        if any(row.get("dropped_groups") for row in rows):
+            # Of the prompts of each rollout: those that were read since the one before it.
+            ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
+            read = {rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()}
+            shares = (row["dropped_groups"] / read[row["rollout"]] if read[row["rollout"]] else math.nan for row in rows)
+            curves["Share of dropped prompts"] = tuple(shares)
+        noise = (("scale", ""), ("low", "_low"), ("high", "_high")) if any("noise_scale_samples" in row for row in rows) else ()
         return cls(
             name=name,
             steps=counts["step"],
             samples=counts["consumed_samples"],
-            losses=tuple(_finite_or_nan(row.get(quantity)) for row in rows),
-            tokens_per_second=tuple(_finite_or_nan(row.get("tokens_per_second")) for row in rows),
+            losses=values_of(quantity),
+            tokens_per_second=values_of("tokens_per_second"),
             sizes=counts["global_batch_size"],
-            learning_rates=tuple(_finite_or_nan(row.get("learning_rate")) for row in rows),
+            learning_rates=values_of("learning_rate"),
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),
-            **{
-                f"noise_{name}s": tuple(_finite_or_nan(row.get(f"noise_scale_samples{end}")) for row in rows)
-                for name, end in (("scale", ""), ("low", "_low"), ("high", "_high"))
-                if any("noise_scale_samples" in row for row in rows)
-            },
+            **{f"noise_{name}s": values_of(f"noise_scale_samples{end}") for name, end in noise},
             quantity=quantity,
-            curves={
-                title: values
-                for title, key in CURVES.items()
-                if not all(map(math.isnan, values := tuple(_finite_or_nan(row.get(key)) for row in rows)))
-            }
-            | _dropped_shares(rows),
+            curves=curves,
         )
 
     def noise_at(self, place: int) -> str:
@@ -177,17 +180,6 @@ class RunMetrics:
         return rows
 
 
-def _dropped_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
-    """Return the share of the prompts of each rollout that were dropped, by its title; nothing if none ever was."""
-    if not any(row.get("dropped_groups") for row in rows):
-        return {}
-    # A rollout has the prompts that were read since the one before it.
-    ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
-    read = {rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()}
-    shares = (row["dropped_groups"] / read[row["rollout"]] if read[row["rollout"]] else math.nan for row in rows)
-    return {"Share of dropped prompts": tuple(shares)}
-
-
 def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
     """Return the median tokens per second of a run by global batch size, in samples.
 
@@ -202,7 +194,8 @@ def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] |
     steady, compiled = defaultdict(list), defaultdict(list)
     for record in read_lines(file) if lines is None else lines:
         size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
-        if _is_positive(size) and isinstance(size, int) and _is_positive(rate):
+        # NaN, which an unknown value becomes, is not above 0.
+        if type(size) is int and 0 < size < 1e18 and 0 < _finite_or_nan(rate) < 1e18:
             # The first step compiles too, even if it took its program from the cache.
             (compiled if record["step"] == 0 or "compile_seconds" in record else steady)[size].append(float(rate))
     rates = {size: sorted(steady[size] or compiled[size]) for size in sorted(steady.keys() | compiled.keys())}
@@ -252,10 +245,6 @@ def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
             key=key,
         )
     return value
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18
 
 
 def _finite_or_nan(value: Any) -> float:

@@ -33,18 +33,12 @@ def raise_not_found(name):
 
 
 @pytest.fixture(params=BENCHES)
-def bench_name(request):
-    """Return the name of each benchmark in turn."""
-    return request.param
+def bench_run(request):
+    """Return the result of each benchmark in turn, and the calls of `on_row` in its run."""
+    return request.param, *_run(request.param)
 
 
 @pytest.fixture
 def quick():
     """Return a function that runs a benchmark at its smallest size, once per process."""
     return lambda name: _run(name)[0]
-
-
-@pytest.fixture
-def quick_rows():
-    """Return a function from a benchmark to the calls of `on_row` in that run."""
-    return lambda name: _run(name)[1]

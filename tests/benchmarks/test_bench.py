@@ -11,15 +11,15 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.bench
-def test_bench_has_a_complete_table(bench_name, quick, quick_rows):
+def test_bench_has_a_complete_table(bench_run):
     """All rows have the same columns, the result is JSON, and every measurement was reported when it was made."""
-    result = quick(bench_name)
-    assert result.name == bench_name
+    name, result, reported = bench_run
+    assert result.name == name
     assert result.rows
     assert result.notes
     assert {tuple(row) for row in result.rows} == {result.columns}
     assert json.loads(json.dumps(result.to_dict()))["rows"]
-    done = [(number, total) for _, number, total in quick_rows(bench_name)]
+    done = [(number, total) for _, number, total in reported]
     assert done == [(number + 1, len(done)) for number in range(len(done))]
 
 

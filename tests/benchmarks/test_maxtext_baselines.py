@@ -36,13 +36,8 @@ def test_maxtext_manager_uses_the_installed_file(monkeypatch, tmp_path):
 )
 def test_replay_manager_agrees_with_the_closed_form(start, increment, end, devices, samples):
     """It takes the steps of the closed form that reproduces MaxText's reference sequences."""
-    config = SimpleNamespace(
-        per_device_batch_size_start=start,
-        per_device_batch_size_increment=increment,
-        per_device_batch_size=end,
-        global_rampup_samples=samples,
-        num_target_devices=devices,
-    )
+    sizes = {"per_device_batch_size_start": start, "per_device_batch_size_increment": increment, "per_device_batch_size": end}
+    config = SimpleNamespace(**sizes, global_rampup_samples=samples, num_target_devices=devices)
     ramp = BatchRamp.linear(start=start * devices, increment=increment * devices, end=end * devices, samples=samples)
     manager = ReplayManager(config, 0)
     for step in range(ramp.ramp_steps + 3):

@@ -13,36 +13,24 @@ from rampup.plan.pipeline import predicted_time
 
 
 @pytest.mark.bench
-def test_every_program_has_the_same_gradients(quick):
-    """Schedules with and without repeats, skipping idle ticks or not, and GPipe have the gradients of the model alone."""
-    result = quick("pipeline")
-    compared = [row for row in result.rows if row["gradient_error"] is not None]
+def test_programs_have_the_gradients_and_the_loops_of_their_schedules(quick):
+    """All have the gradients of the model alone. 1F1B is one loop of v*m + p - 1 + v*p - 1 ticks with two permutes, GPipe two
+    loops of m + p - 1 ticks with one. Of one batch, smaller microbatches need less memory: at most 2*v*p - 1 of them wait.
+    """
+    rows = quick("pipeline").rows
+    compared = [row for row in rows if row["gradient_error"] is not None]
     assert [row["v"] for row in compared] == [1, 1, 2, 2, 1]
     assert all(row["gradient_error"] < 1e-5 for row in compared)
-    assert all(row["step_ms"] > 0 and row["temp_bytes"] > 0 for row in result.rows)
-    assert {tuple(row) for row in result.rows} == {pipeline.COLUMNS}
-
-
-@pytest.mark.bench
-def test_loops_and_permutes_match_the_schedules(quick):
-    """1F1B is one loop of v*m + p - 1 + v*p - 1 ticks with two permutes, GPipe two loops of m + p - 1 ticks with one."""
-    result = quick("pipeline")
-    for row in result.rows:
+    for row in rows:
+        assert tuple(row) == pipeline.COLUMNS
         p, m, v = row["p"], row["m"], row["v"]
-        is_gpipe = "gpipe" in row["system"]
-        groups = -(-m // p)
-        forward_ticks = ((groups - 1) * v + v - 1) * p + (m - 1) % p + p
-        assert row["iterations"] == (2 * (m + p - 1) if is_gpipe else forward_ticks + v * p - 1)
+        forward_ticks = ((-(-m // p) - 1) * v + v - 1) * p + (m - 1) % p + p
+        assert row["iterations"] == (2 * (m + p - 1) if "gpipe" in row["system"] else forward_ticks + v * p - 1)
         assert row["permutes"] == 2
-
-
-@pytest.mark.bench
-def test_memory_falls_with_smaller_microbatches(quick):
-    """Of one batch, smaller microbatches need less memory: at most 2*v*p - 1 of them wait for their backward."""
-    result = quick("pipeline")
-    of = {row["m"]: row["temp_bytes"] for row in result.rows if row["regret"] is not None and row["v"] == 1}
-    assert list(of) == [1, 2, 4, 8, 16]
-    assert sorted(of.values(), reverse=True) == list(of.values())
+        assert min(row["step_ms"], row["temp_bytes"]) > 0
+    memory = {row["m"]: row["temp_bytes"] for row in rows if row["regret"] is not None and row["v"] == 1}
+    assert list(memory) == [1, 2, 4, 8, 16]
+    assert sorted(memory.values(), reverse=True) == list(memory.values())
 
 
 class FakeMaxText:
@@ -80,35 +68,20 @@ def test_maxtext_has_the_same_gradients():
     assert all(row["gradient_error"] < 1e-5 for row in rows)
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_pipeline_bench_needs_four_devices(number, monkeypatch):
+def test_pipeline_bench_needs_four_devices(monkeypatch):
     """The error has the number of devices and the fix."""
-    devices = jax.devices()[:number]
+    devices = jax.devices()[:3]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    with pytest.raises(ConfigError, match=rf"at least 4 devices .* num_devices={number} \(cpu\).*--fake-devices 8") as caught:
+    with pytest.raises(ConfigError, match=r"at least 4 devices .* num_devices=3 \(cpu\).*--fake-devices 8") as caught:
         run(quick=True)
     assert caught.value.nearest == (8,)
 
 
-def cost_model_check(seconds, default=8):
-    """Return a check at p=4 and 16 samples."""
-    return CostModelCheck(num_stages=4, samples=16, seconds=seconds, default_overhead=Fraction(default))
-
-
-def times(h, repeats=(1, 2)):
-    """Return the times that the cost model predicts with an overhead."""
-    return {
-        (m, v): 0.25 * float(predicted_time(m, 16 // m, num_stages=4, num_repeats=v, overhead=Fraction(h)))
-        for v in repeats
-        for m in (1, 2, 4, 8, 16)
-        if m >= 4 or v == 1
-    }
-
-
 def test_regret_measures_a_wrong_overhead():
     """An overhead that is far too large picks too few microbatches, and the regret is the cost of that."""
-    seconds = times(0, repeats=(1,))
-    found = cost_model_check(seconds, default=1000)
+    predicted = {m: predicted_time(m, 16 // m, num_stages=4, num_repeats=1, overhead=Fraction(0)) for m in (1, 2, 4, 8, 16)}
+    seconds = {(m, 1): 0.25 * float(time) for m, time in predicted.items()}
+    found = CostModelCheck(num_stages=4, samples=16, seconds=seconds, default_overhead=Fraction(1000))
     picked, best = (1, 1), (16, 1)
     assert found.columns(picked)["regret"] == seconds[picked] / seconds[best] == pytest.approx(64 / 19)
     assert [note.split(";")[0].split("picks ")[1] for note in found.notes()] == ["m=16, v=1", "m=1, v=1"]

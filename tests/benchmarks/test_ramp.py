@@ -58,15 +58,13 @@ def steps(seconds, sizes=(2,) * 12, **more):
     return Steps(seconds=tuple(seconds), microbatch_sizes=tuple(sizes), compilations=1, **more)
 
 
-def test_changes_are_new_phases_and_new_sizes():
-    """The first step of a phase and the first in another size are changes; the first step of the run is not."""
-    assert steps([1] * 12).changes(PLAN) == [4, 8]
-    assert steps([1] * 12, [2] * 6 + [4] * 6).changes(PLAN) == [4, 6, 8]
-
-
 def test_slowest_change_sees_stalls_and_not_slower_phases():
-    """A step is compared with those of its phase and size; the compilation before the first does not count."""
+    """The first step of a phase or in another size is a change, and is compared with those of its phase and size; the
+    compilation before the first step of the run does not count.
+    """
     calm = [99, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert steps(calm).changes(PLAN) == [4, 8]
+    assert steps(calm, [2] * 6 + [4] * 6).changes(PLAN) == [4, 6, 8]
     assert steps(calm).slowest_change(PLAN) == 1
     stalled = [*calm[:8], 30, 3, 3, 3]
     assert steps(stalled).slowest_change(PLAN) == 10

@@ -22,7 +22,6 @@ BASE = str(ROOT / "configs" / "base.yml")
 RL = str(ROOT / "configs" / "rl.yml")
 TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
 
-
 BAD = {
     "bool": ["maybe", "2", "", "[true]"],
     "int": ["1.5", "x", "", "-7", "1e400", "[1]"],
@@ -54,8 +53,6 @@ def test_plan_refuses_a_bad_value_of_each_key(name, capsys, tmp_path):
 REFUSED = {
     "plan BASE stepz=3": "stepz",
     "plan BASE --devices 0": "num_devices",
-    "plan BASE --devices -3": "num_devices",
-    "plan BASE --devices 2.5": None,
     "plan BASE --wrong": None,
     "plan BASE steps": None,
     "plan": None,
@@ -63,27 +60,16 @@ REFUSED = {
     "plam BASE": None,
     "plan BASE --budget 0": "budget",
     "plan BASE --budget 1B batch_size_schedule=auto": "budget",
-    "plan BASE --budget 0.5": "budget",
-    "plan BASE --budget many": "budget",
-    "plan BASE --budget 2e18": "budget",
     "plan BASE --budget 1B --tokens-per-second 0": "tokens-per-second",
-    "plan BASE --budget 1B --tokens-per-second fast": "tokens-per-second",
-    "plan BASE --budget 1B --measured /nowhere": "measured",
     "plan BASE --budget 1B --measured . --tokens-per-second 5": "measured",
     "plan BASE --tokens-per-second 5": "tokens-per-second",
-    "plan BASE --measured .": "measured",
     "plan BASE --budget 1B --diff BASE": "diff",
-    "plan BASE --diff nowhere.yml": None,
     "plan BASE --diff RL": "diff",
     "plan RL --diff BASE": "diff",
-    "plan RL --budget 1B": "budget",
-    "plan RL batch_sise=8": "batch_sise",
     "plan RL --devices 7": "batch_size",
     "plan BASE --topology v5e:4x4 --devices 16": "devices",
     "plan BASE --topology v5e:4x4 num_devices=3": "num_devices",
-    "plan RL --topology v5e:4x4 num_devices=3": "num_devices",
     "rows BASE": None,
-    "rows BASE --step -1": "step",
     "rows BASE --step 1000000": "step",
     "train BASE --fake-devices 0": "fake-devices",
     "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": "num_pipeline_microbatches",
@@ -92,16 +78,11 @@ REFUSED = {
     "design BASE": "measured",
     "design FOLDER": None,
     "explain stepz": "stepz",
-    "explain": None,
     "suggest --params 6B": None,
-    "suggest --params 0 --system trlx": "params",
-    "suggest --params 6B --system nemo": "system",
     "suggest --system trlx": "params",
     "suggest --train-tokens 1B --system trlx": None,
     "suggest --params 7B --train-tokens 1B --memory-gib 8": "memory-gib",
     "timetable --stages=0 --microbatches=8": "stages",
-    "timetable --stages=4 --microbatches=8 --forward-cost=free": "forward-cost",
-    "timetable --stages=4 --microbatches=8 -o picture.xyz": "output",
     "plot": None,
     "plot steps=3": None,
     "plot a.yml b.yml": None,
@@ -110,32 +91,21 @@ REFUSED = {
     "plot FOLDER": "run",
     "plot FOLDER FOLDER --kind batch": None,
     "plot RL": None,
-    "plot BASE stepz=3": "stepz",
     "plot BASE -o x.gif": "output",
-    "plot BASE --width 1": "width",
-    "plot BASE --width wide": None,
     "plot BASE --kind nice": None,
-    "plot BASE --kind runs": None,
     "plot BASE --kind timetable": "ici_pipeline_parallelism",
     "report BASE": None,
-    "report BASE -o x.pdf": "output",
-    "report BASE -o /nowhere/x.html": "output",
-    "report BASE per_device_batch_size=0.3 -o x.html": "per_device_batch_size",
     "report FOLDER -o x.html": None,
     "report FOLDER --from maxtext -o x.html": "from",
     "report BASE --from nobody -o x.html": "from",
     "tune BASE": "memory-gib",  # a CPU has no limit of its own
     "tune BASE --memory-gib 0": "memory-gib",
-    "tune BASE --memory-gib -3": "memory-gib",
-    "tune BASE --memory-gib two": "memory-gib",
-    "tune BASE --memory-gib 1 --devices 0": "devices",
     "tune BASE --memory-gib 1 --devices 99": "devices",
     "tune BASE --memory-gib 1 gradient_accumulation=multi_steps": "gradient_accumulation",
     "tune BASE --memory-gib 1 --devices 1 ici_context_parallelism=2": "num_devices",
     "tune BASE --memory-gib 1 -o found.txt": "output",
     "tune BASE --memory-gib 1 -o none/found.png": "output",
     "fix RL": None,
-    "fix nowhere.yml": None,
     "fix BASE banana=1 --write": "banana",
 }
 
@@ -179,27 +149,26 @@ def test_rows_names_every_row(capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(result["rows"])
 
 
-def command(*arguments):
-    """Return the command line of `rampup` on two fake devices, in a process of its own."""
-    return [sys.executable, "-m", "rampup", "train", BASE, *TRAINED, "--fake-devices", "2", "--json", *arguments]
+# On two fake devices, in a process of its own.
+TRAIN = [sys.executable, "-m", "rampup", "train", BASE, *TRAINED, "--fake-devices", "2", "--json"]
 
 
 def finished(*arguments):
     """Run to the end; return the summary and what was on standard error."""
-    result = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
+    result = subprocess.run([*TRAIN, *arguments], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), result.stderr
 
 
 def losses(folder):
     """Return (step, samples, loss) of every line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines]
 
 
 def start_and_see_alive(folder, *arguments, after_step):
     """Start a run and return its process once its metrics show the step."""
-    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*TRAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > after_step):
         assert process.poll() is None, process.communicate()[1]
@@ -283,18 +252,13 @@ def test_train_on_a_finished_run_does_nothing(uninterrupted):
     assert summary == uninterrupted[0] | changed
 
 
-def test_failure_exits_1_with_the_traceback(tmp_path):
+def test_failure_exits_1_with_the_traceback(capsys, monkeypatch):
     """An unexpected error: exit code 1, the traceback on standard error, the error as JSON."""
-    code = (
-        "import sys, rampup.cli as cli, rampup.cli.plan as plan\n"
-        "def fail(*_): raise RuntimeError('boom')\n"
-        "plan.run = fail\n"
-        f"sys.exit(cli.main(['plan', {BASE!r}, '--json']))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert json.loads(result.stdout)["error"]["type"] == "RuntimeError"
+    monkeypatch.setattr("rampup.cli.plan.run", lambda *_: 1 / 0)
+    assert main(["plan", BASE, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "Traceback" in err
+    assert json.loads(out)["error"]["type"] == "ZeroDivisionError"
 
 
 def test_closed_pipe_exits_141():
@@ -336,7 +300,6 @@ def test_suggest_json_and_table(capsys):
     assert (code, result["published"]["num_rollouts"], result["memory"]["least_devices"]) == (0, 128, 2)
     assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
     assert "published for 6B" in capsys.readouterr().out
-    assert "laws" in run_json(capsys, "suggest", "--train-tokens", "300B", "--params", "7B")[1]
     assert main(["suggest", "--train-tokens", "300B"]) == 0
     assert "--params adds the laws" in capsys.readouterr().out
 
@@ -355,15 +318,13 @@ def test_check_takes_devices(capsys, tmp_path):
 @pytest.mark.slow
 def test_train_restart_compiles_nothing(tmp_path):
     """A second process finds every program of the first in the compilation cache."""
-    cache = tmp_path / "cache"
+    cache, found = tmp_path / "cache", []
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    settings = [*TRAINED, "steps=6", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}"]
-    command = [sys.executable, "-m", "rampup", "train", BASE, "--fake-devices=2", "--json"]
-    found = []
+    settings = [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}", "learning_rate_schedule_steps=6"]
+    train = [text for text in TRAIN if not text.startswith("steps=")]
     for steps in (3, 6):
-        arguments = [*command, *(text for text in settings if text[:6] != "steps="), f"steps={steps}"]
-        arguments += ["learning_rate_schedule_steps=6"]
-        subprocess.run(arguments, check=True, capture_output=True, env=environment)
+        command = [*train, "run_name=run", f"steps={steps}", *settings]
+        subprocess.run(command, check=True, capture_output=True, env=environment)
         found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
     assert any("jit_fused" in name for name in found[0])
     assert not [name for name in found[1] - found[0] if "jit_fused" in name]

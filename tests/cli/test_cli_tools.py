@@ -24,15 +24,6 @@ def run_text(capsys, monkeypatch, *arguments, width=80):
     return capsys.readouterr().out
 
 
-def test_diff_applies_settings_to_the_first_plan(capsys):
-    """A file compared with itself plus a setting shows what the setting changes; devices apply to both."""
-    _, both = run_json(capsys, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2")
-    assert both["changed_keys"] == {"steps": {"a": 7, "b": 400}}
-    assert both["a"]["num_devices"] == both["b"]["num_devices"] == 2
-    assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
-    assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
-
-
 @pytest.mark.parametrize("width", [80, 200])
 def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width):
     """Every phase of both plans with complete numbers, and a mark on the phases that differ."""
@@ -42,13 +33,19 @@ def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width
         for phase in plan["phases"]:
             assert all(f"{phase[name]:,}" in text for name in ("start_step", "start_sample", "global_batch_size"))
     assert max(map(len, text.splitlines())) <= width
-    same = run_text(capsys, monkeypatch, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2", width=width)
+    # Settings apply to the first plan, and devices to both.
+    command = ["plan", BASE, "steps=7", "--diff", BASE, "--devices", "2"]
+    _, both = run_json(capsys, *command)
+    assert both["changed_keys"] == {"steps": {"a": 7, "b": 400}}
+    assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
+    assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
+    same = run_text(capsys, monkeypatch, *command, width=width)
     marked = [line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")]
     assert marked == ["total_steps", "consumed_samples"]
     assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
 
 
-def test_budget_json(capsys):
+def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     """The plan, and with it the meaning of the budget: exact integers, and hours from a throughput."""
     _, plan = run_json(capsys, "plan", GPT3)
     code, result = run_json(capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M")
@@ -59,10 +56,7 @@ def test_budget_json(capsys):
     assert budget["tokens_per_second"] == 1_500_000
     assert budget["hours"] == pytest.approx(300_000_935_936 / 1.5e6 / 3600)
     assert "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
-
-
-def test_budget_compares_with_constant_batches(capsys, monkeypatch):
-    """It says which constant batch is meant: fewer steps than the first, more than the last."""
+    # In words, it says which constant batch is meant: fewer steps than the first, more than the last.
     text = " ".join(run_text(capsys, monkeypatch, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1e6").split())
     assert "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)" in text
     assert "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes 15,987 more (16.8%)" in text
@@ -86,31 +80,20 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
 
 
-def broken(folder):
-    """Write a configuration with two mistakes."""
-    file = folder / "run.yml"
-    file.write_text("base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
-    return file
-
-
-def test_fix_prints_a_patch(capsys, tmp_path):
-    """Without --write the file stays; the patch is on standard output below a remark for each change."""
-    file = broken(tmp_path)
-    before = file.read_text()
+def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
+    """Without --write the file stays; the patch is on standard output below a remark for each change. With --write the file is
+    legal afterwards, and a second time there is nothing to fix.
+    """
+    file = tmp_path / "run.yml"
+    file.write_text(before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
     assert main(["fix", str(file), "--devices", "4"]) == 0
     out = capsys.readouterr().out
     assert "# steps: 0 -> 1 " in out
     assert "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n" in out
     assert file.read_text() == before
-
-
-def test_fix_writes_the_file(capsys, tmp_path):
-    """With --write the file is legal afterwards, and a second time there is nothing to fix."""
-    file = broken(tmp_path)
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
     assert (code, result["written"], result["legal"], len(result["changes"])) == (0, True, False, 2)
     assert file.read_text() == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
-    assert run_json(capsys, "plan", str(file), "--devices", "4")[0] == 0
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
     assert (code, result) == (0, {"legal": True, "problems": [], "changes": [], "patch": "", "written": False})
     assert main(["fix", str(file), "--devices", "4"]) == 0

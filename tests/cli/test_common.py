@@ -47,7 +47,6 @@ def test_enable_huge_pages_re_executes_once():
         (("glibc", "2.36"), "[always] madvise never", False),
         (("glibc", "2.36"), None, False),
         (("", ""), "always [madvise] never", False),
-        (("glibc", "odd"), "always [madvise] never", False),
     ],
 )
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):
@@ -90,7 +89,7 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugin
 def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
     """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""
     calls = []
-    monkeypatch.setattr(cli, "enable_huge_pages", lambda: calls.append(1))
+    monkeypatch.setattr(common, "enable_huge_pages", lambda: calls.append(1))
     monkeypatch.setattr(sys, "argv", ["rampup", *argv])
     with contextlib.suppress(SystemExit):
         cli.main(words)

@@ -38,10 +38,8 @@ def run(tmp_path):
         seconds, noise = 1.0 + 0.02 * size, noise_at(consumed)
         line = {"step": step, "consumed_samples": consumed, "phase": int(size > 4), "global_batch_size": size}
         line |= {"loss": 6 - 0.4 * math.log(consumed), "tokens_per_second": size * LENGTH / seconds}
-        line |= {
-            "gradient_noise_trace": noise * LENGTH * (1 + 0.1 * (step % 3)),
-            "gradient_squared_norm": 1.0 + 0.1 * (step % 2),
-        }
+        line |= {"gradient_noise_trace": noise * LENGTH * (1 + 0.1 * (step % 3))}
+        line |= {"gradient_squared_norm": 1.0 + 0.1 * (step % 2)}
         # The running estimate, which a design does not use: it has the samples of a unit of weight.
         line |= {"noise_scale_samples": 1.0, "noise_scale_tokens": float(LENGTH)}
         lines.append(line if step > 5 else line | {"noise_scale_samples": None, "noise_scale_tokens": None})

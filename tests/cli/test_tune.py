@@ -10,30 +10,18 @@ TRIAL = {"microbatch_size": 2, "num_microbatches": 16, "bytes": 2**30, "fits": T
 TIMED = {"step_seconds": 0.0123456, "spread": 0.04, "rounds": 5, "tokens_per_second": 123456.7}
 UNTIMED = dict.fromkeys(TIMED)
 PHASE = {"global_batch_size": 64, "per_device_batch_size": 8, "accumulation_steps": 4, "num_pipeline_microbatches": 2}
-FOUND = {
-    "device": "cpu",
-    "num_devices": 4,
-    "memory_gib": 16.0,
-    "memory_is_named": True,
-    "margin": 0.05,
-    "usable_bytes": 15 * 2**30,
-    "largest_microbatch": 2,
-    "next_larger": 4,
-    "next_larger_run": "not run: this is computed",
-    "measured_peak_bytes": None,
+LEVER = {"name": "remat_policy=full", "bytes": 2**29, "saved_bytes": 2**29, "slowdown": 1.25, "fits": True, "compiled": True}
+ODD = {"name": "tensor axis of 2", "fits": False, "compiled": False} | dict.fromkeys(("bytes", "saved_bytes", "slowdown"))
+FOUND = {"device": "cpu", "num_devices": 4, "memory_gib": 16.0, "memory_is_named": True, "margin": 0.05}
+FOUND |= {"usable_bytes": 15 * 2**30, "measured_peak_bytes": None, "pipeline_tick_overhead": 2.75, "notes": ["a note"]}
+FOUND |= {"largest_microbatch": 2, "next_larger": 4, "next_larger_run": "not run: this is computed"}
+FOUND |= {
     "candidates": [TRIAL | TIMED, TRIAL | UNTIMED | {"microbatch_size": 4, "bytes": None, "fits": False}],
     "settings": {"microbatch_size": 2},
     "run_seconds": 12.5,
     "phases": [PHASE | {"microbatch_size": 2, "bytes": 2**30, "tokens_per_second": None}],
     "alternatives": [{"settings": {}, "executables": 1, "run_seconds": None}],
-    "pipeline_tick_overhead": 2.75,
-    "levers": [
-        {"name": "remat_policy=full", "bytes": 2**29, "saved_bytes": 2**29, "slowdown": 1.25, "fits": True, "compiled": True}
-        | {"remark": ""},
-        {"name": "tensor axis of 2", "bytes": None, "saved_bytes": None, "slowdown": None, "fits": False, "compiled": False}
-        | {"remark": "vocab_size=5 is odd"},
-    ],
-    "notes": ["a note"],
+    "levers": [LEVER | {"remark": ""}, ODD | {"remark": "vocab_size=5 is odd"}],
 }
 
 

@@ -9,14 +9,13 @@ SMALL, LARGE = (390, 844), (1280, 900)
 
 def open_browser():
     """Return a browser, or skip the test where there is none."""
-    selenium = pytest.importorskip("selenium", reason="selenium is not installed: pip install 'rampup[browser]'")
+    pytest.importorskip("selenium", reason="selenium is not installed: pip install 'rampup[browser]'")
     paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if None in paths:
         pytest.skip("Chromium is not installed: apt-get install chromium chromium-driver")
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
-    assert selenium
     options = webdriver.ChromeOptions()
     options.binary_location = paths[0]
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):

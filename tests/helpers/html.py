@@ -25,10 +25,6 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag, attrs):
-        """Note an empty element."""
-        self.elements.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag):
         """Close the newest element, which must be this one."""
         assert self.open.pop() == tag

@@ -37,25 +37,22 @@ SMALL = {
 SIMULATED = re.compile(r"rampup train (.*) --fake-devices (\d+)")
 
 
-def load_generator() -> ModuleType:
-    """Import the Sphinx extension that writes the reference pages."""
-    spec = importlib.util.spec_from_file_location("generated_reference", ROOT / "docs" / "_ext" / "generated_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
+def load_file(path: str) -> ModuleType:
+    """Import a Python file of the repository that is in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# The Sphinx extension that writes the reference pages.
+generator = load_file("docs/_ext/generated_reference.py")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Return the language and the text of the blocks of a page that can run."""
     text = page.read_text(encoding="utf-8")
     return re.findall(r"^```(python|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-def python_blocks(page: Path) -> list[str]:
-    """Return the Python blocks of a page."""
-    return [text for language, text in blocks(page) if language == "python"]
 
 
 def console_commands(block: str) -> list[tuple[str, str]]:

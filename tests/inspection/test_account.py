@@ -34,14 +34,14 @@ def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
     assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 64 * 64 * 4)
 
 
-@pytest.mark.parametrize(("direction", "bound", "trips"), [("LT", 7, 7), ("LE", 7, 8)])
-def test_trips_follow_from_the_condition(direction, bound, trips):
+@pytest.mark.parametrize(("direction", "trips"), [("LT", 5), ("LE", 6)])
+def test_trips_follow_from_the_condition(direction, trips):
     """A loop without a stated trip count runs as often as its condition allows, from where its counter starts."""
     text = f"""
 %cond (s: (s32[], f32[8])) -> pred[] {{
   %s = (s32[], f32[8]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
-  %n = s32[] constant({bound})
+  %n = s32[] constant(7)
   ROOT %lt = pred[] compare(%i, %n), direction={direction}
 }}
 
@@ -63,8 +63,8 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
 }}
 """
     (found,) = account_of(Program(text)).collectives
-    assert (found.runs, found.open_loops, found.loops) == (trips - 2, 0, ("w",))
-    for name, number in (("n", bound), ("start", 2), ("one", 1)):
+    assert (found.runs, found.open_loops, found.loops) == (trips, 0, ("w",))
+    for name, number in (("n", 7), ("start", 2), ("one", 1)):
         unknown = text.replace(f"%{name} = s32[] constant({number})", f'%{name} = s32[] custom-call(), custom_call_target="x"')
         assert Program(unknown).trips("w", "main") is None
     assert Program(text.replace("add(%i, %one)", "multiply(%i, %one)")).trips("w", "main") is None
@@ -117,7 +117,6 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
     assert account_of(Program(early)).collectives[0].overlapped
     # The dot, and what the reduce-scatter reads and writes.
     assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
-    assert Account.from_json(json.loads(json.dumps(asdict(account)))) == account
 
 
 def test_exchanges_between_slices_are_collectives():

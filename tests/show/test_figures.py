@@ -67,10 +67,9 @@ def test_draw_timetable_draws_every_operation(schedule, tmp_path):
 def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
     """Too many operations, an unknown format, and no matplotlib: each error says what to do."""
     table = Timetable.build("1f1b", num_stages=2, num_microbatches=3)
-    with pytest.raises(ConfigError, match="cannot write"):
-        draw_timetable(table, tmp_path / "table.doc")
-    with pytest.raises(ConfigError, match="cannot write"):
-        draw_timetable(table, tmp_path / "nowhere" / "table.png")
+    for name in ("table.doc", "nowhere/table.png"):
+        with pytest.raises(ConfigError, match="cannot write"):
+            draw_timetable(table, tmp_path / name)
     with pytest.raises(ConfigError, match="too many to draw"):
         draw_timetable(Timetable.build("1f1b", num_stages=8, num_microbatches=1000), tmp_path / "table.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -78,7 +77,7 @@ def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
         draw_timetable(table, tmp_path / "table.png")
 
 
-@pytest.mark.parametrize("width", [2.9, 31, -1, 0, math.nan, math.inf])
+@pytest.mark.parametrize("width", [2.9, 31, math.nan])
 def test_figures_refuse_impossible_widths(width):
     """Too narrow, too wide or not a number: refused with the nearest width."""
     with pytest.raises(ConfigError, match="inches must be from 3 to 30") as caught:

@@ -28,7 +28,7 @@ def test_html_escapes_text(page):
     assert "script" not in found.names
 
 
-@pytest.mark.parametrize("number", [1, 200, 201, 5000])
+@pytest.mark.parametrize("number", [200, 201])
 def test_html_table_counts_what_it_leaves_out(number):
     """Up to 200 rows are all shown; of more, the first and the last hundred, and the number of the others."""
     found = Page(html_table([{"n": n} for n in range(number)]))
@@ -37,17 +37,13 @@ def test_html_table_counts_what_it_leaves_out(number):
     assert f"{number - 1:,}" in "".join(found.text)
 
 
-def test_plan_html_has_summary_phases_and_notes():
-    """The same facts as in a terminal: summary, phases and notes."""
-    found = Page(to_html(PLAN))
-    assert all(sentence in "".join(found.text) for sentence in PLAN.summary)
-    assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
-    assert all(note in "".join(found.text) for note in PLAN.advice)
-    assert PLAN.advice
-
-
 def test_to_html_covers_every_class():
-    """What IPython is told to show is what `to_html` knows, and anything else is refused."""
+    """What IPython is told to show is what `to_html` knows, and anything else is refused. A plan has its summary, phases and
+    notes as in a terminal.
+    """
+    found = Page(to_html(PLAN))
+    assert all(sentence in "".join(found.text) for sentence in (*PLAN.summary, *PLAN.advice))
+    assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
     known = {cls.__qualname__: cls.__module__ for cls in to_html.registry if cls is not object}
     assert known == rampup._SHOWN
     with pytest.raises(TypeError, match="int has no HTML form"):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.loop import events
-from rampup.show.progress import Bar, TrainProgress, _TerminalBar, in_notebook, make_bar
+from rampup.show.progress import TerminalBar, TrainProgress, in_notebook, make_bar
 
 PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
 
@@ -27,14 +27,9 @@ def run_events():
     phase = None
     for step in range(60):
         position = PLAN.position(step)
-        metrics = {
-            "step": step,
-            "consumed_samples": position.consumed_samples + position.split.global_batch_size,
-            "phase": position.phase.index,
-            "global_batch_size": position.split.global_batch_size,
-            "loss": None if step == 20 else 5.0 - step / 100,
-            "tokens_per_second": 1000.0,
-        }
+        size, loss = position.split.global_batch_size, None if step == 20 else 5.0 - step / 100
+        metrics = {"step": step, "consumed_samples": position.consumed_samples + size, "phase": position.phase.index}
+        metrics |= {"global_batch_size": size, "loss": loss, "tokens_per_second": 1000.0}
         if phase != position.phase.index:
             phase = position.phase.index
             yield events.PhaseStarted(step=step, phase=phase)
@@ -44,11 +39,11 @@ def run_events():
     yield events.RunStopped(steps=60, interrupted=True, folder=Path("runs/x"), is_saved=True)
 
 
-def shown(**options):
-    """Return what is printed of the events above."""
-    console = Console(file=io.StringIO(), width=120, highlight=False, **options.pop("console", {}))
-    progress = TrainProgress(console, log_period=20, **options)
-    for event in run_events():
+def shown(*happened, console=None, **options):
+    """Return what is printed of events, or of those above."""
+    console = Console(file=io.StringIO(), width=300, highlight=False, **console or {})
+    progress = TrainProgress(console, **options)
+    for event in happened or run_events():
         progress(event)
     progress.close()
     return console.file.getvalue()
@@ -72,12 +67,10 @@ def test_progress_prints_lines_without_a_terminal():
 
 def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_others():
     """Of the decisions of `auto`, the first, every change, and one in five log_period steps of the rest is printed."""
-    console = Console(file=io.StringIO(), width=120)
-    progress = TrainProgress(console, log_period=20)
-    for step in range(9, 400, 10):
-        progress(events.BatchSizeDecided(step=step, changed=step == 39, outlook="8 samples; 16 need more"))
-    lines = console.file.getvalue().splitlines()
-    assert lines == [f"auto after step {step}: 8 samples; 16 need more" for step in (9, 39, 139, 239, 339)]
+    decided = (events.BatchSizeDecided(step=n, changed=n == 39, outlook="8 samples; 16 need more") for n in range(9, 400, 10))
+    assert shown(*decided).splitlines() == [
+        f"auto after step {step}: 8 samples; 16 need more" for step in (9, 39, 139, 239, 339)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,27 +84,22 @@ def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_other
 )
 def test_progress_says_how_to_keep_the_learning_rate(length, end):
     """Both rates are printed, and the key that keeps the schedule where it has not ended."""
-    console, plan = Console(file=io.StringIO(), width=300), build_plan(Config(steps=180), 1)
-    TrainProgress(console)(events.LearningRateChanged(step=99, before=3e-4, after=5.5e-4, schedule_steps=length, plan=plan))
+    plan = build_plan(Config(steps=180), 1)
+    text = shown(events.LearningRateChanged(step=99, before=3e-4, after=5.5e-4, schedule_steps=length, plan=plan))
     start = "note: step 99 had the learning rate 0.0003, and the schedule with which the run continues has 0.00055 "
-    assert console.file.getvalue() == f"{start}{end}\n"
+    assert text == f"{start}{end}\n"
 
 
 def test_progress_names_phases_only_with_a_ramp():
     """Without a ramp no line has a phase; one of reinforcement learning has its rollout. Finished and resumed runs say so."""
-    console, plan = Console(file=io.StringIO(), width=120), build_plan(Config(enable_rampup_batch_size=False), 1)
-    progress = TrainProgress(console)
-    for step in (plan.total_steps, 30):
-        progress(events.RunStarted(step=step, folder=Path("runs/x"), plan=plan))
-    assert console.file.getvalue().splitlines() == [
+    plan = build_plan(Config(enable_rampup_batch_size=False), 1)
+    started = (events.RunStarted(step=step, folder=Path("runs/x"), plan=plan) for step in (plan.total_steps, 30))
+    metrics = {"step": 0, "consumed_samples": 16, "phase": 0, "global_batch_size": 16, "loss": 5.0, "tokens_per_second": 9.0}
+    step = events.StepDone(step=0, metrics=metrics | {"rollout": 3})
+    assert shown(*started, events.PhaseStarted(step=0, phase=0), step).splitlines() == [
         "the run in runs/x is finished: nothing to do; a larger steps trains longer",
         "resumed after step 29 from a checkpoint",
         "compiling the training step",
-    ]
-    progress(events.PhaseStarted(step=0, phase=0))
-    metrics = {"step": 0, "consumed_samples": 16, "phase": 0, "global_batch_size": 16, "loss": 5.0, "tokens_per_second": 9.0}
-    progress(events.StepDone(step=0, metrics=metrics | {"rollout": 3}))
-    assert console.file.getvalue().splitlines()[3:] == [
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
         "step 0, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
     ]
@@ -121,27 +109,18 @@ def test_progress_time_left_counts_samples(monkeypatch):
     """If later steps are larger, the time left is longer than the remaining steps suggest."""
     clock = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    console = Console(file=io.StringIO(), width=120, highlight=False)
-    progress = TrainProgress(console, log_period=1)
-    for event in run_events():
-        progress(event)
-    lines = {line.partition(",")[0]: line for line in console.file.getvalue().splitlines()}
+    lines = {line.partition(",")[0]: line for line in shown(log_period=1).splitlines()}
     assert lines["step 8"].endswith("36 samples, 3:11 left")  # 764 samples at 4 a second, and not 51 steps at one a second
     assert lines["step 39"].endswith("480 samples, 0:20 left")
-
-
-def console(**options):
-    """Return a console that writes into memory."""
-    return Console(file=io.StringIO(), width=80, **options)
 
 
 def test_make_bar_fits_the_output(monkeypatch):
     """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()
-    assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
-    assert type(make_bar(console())) is Bar
-    assert not make_bar(console(force_terminal=True), quiet=True).visible
+    assert isinstance(make_bar(Console(file=io.StringIO(), force_terminal=True)), TerminalBar)
+    assert make_bar(Console(file=io.StringIO())) is None
+    assert shown(quiet=True, console={"force_terminal": True}) == ""
     assert shown(quiet=True) == ""
 
 
@@ -154,12 +133,12 @@ def show_in_a_notebook():
     shell.kernel = object()
     with capture_output() as captured:
         text = shown()
-        bar = make_bar(console())
-        bar.update(3, "0:01", "before its start")
+        bar = make_bar(Console(file=io.StringIO()))
+        bar.move(3, "0:01", "before its start")
         bar.stop()
-        bar.start(29_632, 1_000)
-        bar.start(29_632, 2_000)
-        bar.update(12_345, "3:21", "<step 7>")
+        bar.begin(29_632, 1_000)
+        bar.begin(29_632, 2_000)
+        bar.move(12_345, "3:21", "<step 7>")
         bar.stop()
         bar.stop()
     pages = [(output["data"]["text/html"], output["update"]) for output in captured._outputs]
