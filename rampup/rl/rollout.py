@@ -735,96 +735,71 @@ class _Clock:
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
     """Refuse a plan that cannot be trained with these options."""
-    plan = schedule.stages[0][1]
+    stages = [plan for _, plan in schedule.stages]
+    plan, sampling, largest = stages[0], options.sampling, max(stage.samples_per_prompt for stage in stages)
     if (plan.critic is None) != (critic is None):
         missing = "the plan has a critic, but none is given" if critic is None else "a critic is given, but the plan has none"
         raise ConfigError(f"{missing}; give both or neither", key="enable_critic", nearest=(critic is not None,))
-    for _, stage in schedule.stages:
+    for stage in stages:
         if critic is None:
             group_advantages(np.zeros(stage.samples_per_prompt), stage.samples_per_prompt)
-        if options.sampling.is_greedy and stage.samples_per_prompt > 1:
-            key = "decode_sampling_temperature" if options.sampling.temperature == 0 else "decode_sampling_top_k"
-            value = options.sampling.temperature if options.sampling.temperature == 0 else options.sampling.top_k
+        if sampling.is_greedy and stage.samples_per_prompt > 1:
+            name, value, fix = (
+                ("top_k", sampling.top_k, 0) if sampling.temperature else ("temperature", sampling.temperature, 1.0)
+            )
             raise ConfigError(
-                f"{key}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be equal, and "
-                "their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
-                key=key,
-                nearest=(1.0,) if options.sampling.temperature == 0 else (0,),
+                f"decode_sampling_{name}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be "
+                "equal, and their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
+                key=f"decode_sampling_{name}",
+                nearest=(fix,),
             )
     for name, choices in (("zero_spread_groups", ("keep", "drop", "refill")), ("partial_step", ("train", "drop", "carry"))):
         if (chosen := getattr(options, name)) not in choices:
             raise choice_error(name, chosen, choices)
     raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
-    stages, policy = [stage for _, stage in schedule.stages], plan.policy_updates
-    longest, largest = (
-        options.max_prompt_length + options.max_response_length,
-        max(stage.samples_per_prompt for stage in stages),
-    )
-    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
-    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
-    rows = schedule.pass_samples("policy") // policy.data_parallel_size
-    for broken, key, rule, nearest in (
-        (
-            options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages),
-            "zero_spread_groups",
+    if options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages):
+        raise ConfigError(
             f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
             "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep",
-            ("keep",),
-        ),
-        (
-            options.token_batch_size is not None and options.token_batch_size < largest * longest,
-            "token_batch_size",
+            key="zero_spread_groups",
+            nearest=("keep",),
+        )
+    longest = options.max_prompt_length + options.max_response_length
+    if options.token_batch_size is not None and options.token_batch_size < largest * longest:
+        raise ConfigError(
             f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
             f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens",
-            (largest * longest,),
-        ),
-        (
-            options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages),
-            "mini_batch_size",
-            f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1",
-            (-1,),
-        ),
-        (
-            options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1,
-            "partial_step",
-            "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
-            "responses; set partial_step=train or drop",
-            ("train", "drop"),
-        ),
-        (
-            options.partial_step != "train" and not whole,
-            "partial_step",
-            f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts",
-            ("train",),
-        ),
-        (
-            options.loss_agg_mode == "group-mean-token-mean" and separates,
-            "rl.loss_agg_mode",
-            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
-            "keep_prompts_together=true and count mini_batch_size in prompts",
-            AGGREGATIONS[:3],
-        ),
-        (
-            options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2),
-            "measure_gradient_noise",
+            key="token_batch_size",
+            nearest=(largest * longest,),
+        )
+    if options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages):
+        text = f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1"
+        raise ConfigError(text, key="mini_batch_size", nearest=(-1,))
+    if options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1:
+        text = "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
+        raise ConfigError(f"{text}responses; set partial_step=train or drop", key="partial_step", nearest=("train", "drop"))
+    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
+    if options.partial_step != "train" and not whole:
+        text = f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts"
+        raise ConfigError(text, key="partial_step", nearest=("train",))
+    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
+    if options.loss_agg_mode == "group-mean-token-mean" and separates:
+        text = "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
+        fix = "keep_prompts_together=true and count mini_batch_size in prompts"
+        raise ConfigError(text + fix, key="rl.loss_agg_mode", nearest=AGGREGATIONS[:3])
+    policy = plan.policy_updates
+    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    if options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2):
+        raise ConfigError(
             "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
             f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), token_budget=-1, "
             "keep_prompts_together=true and rl.num_generations=2 or more",
-            (False,),
-        ),
-        (
-            policy.num_stages > 1,
-            "ici_pipeline_parallelism",
-            f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
-            "ici_pipeline_parallelism=1",
-            (1,),
-        ),
-        (
-            any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order),
-            "token_budget",
-            f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
-            (longest,),
-        ),
-    ):
-        if broken:
-            raise ConfigError(rule, key=key, nearest=nearest)
+            key="measure_gradient_noise",
+            nearest=(False,),
+        )
+    if policy.num_stages > 1:
+        text = f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
+        raise ConfigError(f"{text}ici_pipeline_parallelism=1", key="ici_pipeline_parallelism", nearest=(1,))
+    if any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order):
+        text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
+        raise ConfigError(text, key="token_budget", nearest=(longest,))
