@@ -176,33 +176,25 @@ class RolloutStep:
         _check(schedule, options, critic)
         self.schedule, self.options, self._mesh, self._reward = schedule, options, mesh, reward
         self._policy, self._critic = over_rows(model, mesh), critic
-        self._tx = {"policy": tx} | ({} if critic is None else {"critic": critic[1]})
-        self._plans = {name: schedule.ramp_plan(name) for name in self._tx}
-        budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
+        budgets = {updates.model: updates.token_budget for updates in schedule.stages[0][1].order}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
-        losses = {
-            "policy": grpo_loss(
-                in_replica(model, mesh),
-                epsilon=options.epsilon,
-                beta=options.beta,
-                temperature=options.temperature,
-                shapes=self._ladders["policy"],
-            )
-        }
+        terms = {"epsilon": options.epsilon, "beta": options.beta, "temperature": options.temperature}
+        losses = {"policy": (grpo_loss(in_replica(model, mesh), **terms, shapes=self._ladders["policy"]), tx)}
         if critic is not None:
-            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            loss = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            losses["critic"] = loss, critic[1]
+        self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps: dict[str, TrainStep] = {
-            # Also for an update without samples, of weight 0.
             name: train_step(
-                losses[name],
-                tx,
+                *loss_and_tx,
                 self._plans[name],
                 mesh,
                 seed=options.seed,
+                # Also an update without samples, of weight 0.
                 skip_nonfinite=skip_nonfinite or options.sizes_vary,
                 measure_gradient_noise=options.measure_gradient_noise and name == "policy",
             )
-            for name, tx in self._tx.items()
+            for name, loss_and_tx in losses.items()
         }
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
@@ -230,6 +222,11 @@ class RolloutStep:
         """Time spent waiting for compilations."""
         return sum(part.waited_seconds for part in (*self._compilers.values(), *self._steps.values()))
 
+    @property
+    def _seconds(self) -> float:
+        """The time of a clock that stands still during compilations."""
+        return time.perf_counter() - self.waited_seconds
+
     def close(self) -> None:
         """Cancel compilations that have not started."""
         for part in (*self._compilers.values(), *self._steps.values()):
@@ -243,16 +240,13 @@ class RolloutStep:
             reference: those of the reference policy, by default the same.
             critic_params: the critic's, if there is one.
         """
-        policy = create_state(params, self._tx["policy"], self._mesh)
-        found: dict[str, Any] = {"params": policy.params, "opt_state": policy.opt_state, "policy_step": policy.step}
+        given, found = {"policy": params, "critic": critic_params}, {"step": np.array(0, np.int32), "tally": Tally().to_words()}
+        for name, step in self._steps.items():
+            found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
         if self.options.beta:
             copied = create_state(params if reference is None else reference, optax.identity(), self._mesh)
             found["reference"] = copied.params
-        if self._critic is not None:
-            critic = create_state(critic_params, self._tx["critic"], self._mesh)
-            found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
-        counts = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
-        return RolloutState(**counts, **found, experience=self._empty_experience())
+        return RolloutState(**found, experience=self._empty_experience())
 
     def check_memory(self, state: RolloutState) -> None:
         """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
@@ -274,8 +268,7 @@ class RolloutStep:
             program = compile_program(self._steps[name].lower(inner, row, self._plans[name].splits[0]))
             used = program_memory(program).total + bytes_per_device(models) - bytes_per_device([inner.params, inner.opt_state])
             if used > min(limits):
-                training = position.plan.policy if name == "policy" else position.plan.critic
-                assert training is not None
+                training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
                 raise ConfigError(
                     f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}",
@@ -324,8 +317,7 @@ class RolloutStep:
             state = state.replace(experience=experience, tally=tally.to_words())
         elif self._clock is not None and self._clock.rollout != position.rollout:
             self._clock = None  # resumed between two updates: the times before it are gone
-        began, waited = time.perf_counter(), self.waited_seconds
-        tally = Tally.from_words(state.tally)
+        began, tally = self._seconds, Tally.from_words(state.tally)
         rows, lengths = self._mini_batch(state.experience, tally, position)
         passes = self._passes(rows, lengths, position)
         state, metrics = self._train(state, passes, position)
@@ -333,7 +325,7 @@ class RolloutStep:
             # The next rollout needs the new parameters anyway.
             jax.block_until_ready(state.params)
         if self._clock is not None:
-            self._clock.training += time.perf_counter() - began - (self.waited_seconds - waited)
+            self._clock.training += self._seconds - began
             if position.is_last:
                 parts = {"generation": self._clock.generation, "scoring": self._clock.scoring, "update": self._clock.training}
                 self.seconds_by_part = {name: self.seconds_by_part[name] + seconds for name, seconds in parts.items()}
@@ -363,8 +355,7 @@ class RolloutStep:
         G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
-        began, compiled = time.perf_counter(), self.waited_seconds
-        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
+        began, key = self._seconds, jax.random.fold_in(jax.random.key(options.seed), position.rollout)
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
         carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
@@ -414,15 +405,14 @@ class RolloutStep:
         if kept > 0:
             taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
             samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
-            generated_at, waited = time.perf_counter(), self.waited_seconds
+            generated_at = self._seconds
             new = self._score(state, plan, samples, rewards_S[taught])
-            scoring = time.perf_counter() - generated_at - (self.waited_seconds - waited)
+            scoring = self._seconds - generated_at
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        seconds = time.perf_counter() - began - (self.waited_seconds - compiled)
-        made = sum(int(part.response_length.sum()) for part, _, _ in found)
-        self._clock = _Clock(rollout=position.rollout, generation=seconds - scoring, scoring=scoring, tokens=made)
+        generation, made = self._seconds - began - scoring, sum(int(part.response_length.sum()) for part, _, _ in found)
+        self._clock = _Clock(rollout=position.rollout, generation=generation, scoring=scoring, tokens=made)
         return experience, Tally(
             groups=groups,
             carried=waiting,
@@ -532,7 +522,6 @@ class RolloutStep:
                 logits_BTV, targets_BT = self._policy.logits(params, tokens_BT), jnp.roll(tokens_BT, -1, axis=1)
                 found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
             else:
-                assert self._critic is not None
                 found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
             # The entries that belong to the tokens of the response.
             places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
@@ -608,16 +597,14 @@ class RolloutStep:
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
         weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
-        if len(own) < width:
-            passes = {name: x[:, own] for name, x in passes.items()}
+        passes = {name: x[:, own] for name, x in passes.items()} if len(own) < width else passes
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
         inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)
         if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
-            assert groups is not None
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        changes = dict(zip(_FIELDS[position.model], (inner.step, inner.params, inner.opt_state), strict=True))
+        changes = _fields_of(position.model, inner)
         return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
 
     def _facts(
@@ -714,6 +701,10 @@ def _train_state(state: RolloutState, model: str) -> TrainState:
     return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
 
 
+def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
+    return dict(zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True))
+
+
 def _layout(position: UpdatePosition) -> int:
     """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by the numbers of the responses."""
     return (position.rollout + position.update) % 2
@@ -748,8 +739,8 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
                 ("top_k", sampling.top_k, 0) if sampling.temperature else ("temperature", sampling.temperature, 1.0)
             )
             raise ConfigError(
-                f"decode_sampling_{name}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be "
-                "equal, and their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
+                f"decode_sampling_{name}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would "
+                "be equal, and their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
                 key=f"decode_sampling_{name}",
                 nearest=(fix,),
             )

@@ -90,6 +90,15 @@ class Size:
         total = self.samples(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
         return f"{text} = {total} samples" if factors else text
 
+    def refused(
+        self, role: str, rule: str, legal: Iterable[int], otherwise: str, *, divisor: int = 1, **factors: int
+    ) -> BatchDivisibilityError:
+        """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix."""
+        nearest = nearest_in(self.count, list(legal))
+        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
+        text, key = f"{self.arithmetic(role, **factors)} {rule}; {fix}", self.key or role
+        return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=key, nearest=nearest)
+
     def __str__(self) -> str:
         unit = self.unit.removesuffix("s") if self.count == 1 else self.unit
         return f"{self.count} {unit}" + ("" if self.scope == "job" else f" per {self.scope}")
@@ -223,15 +232,8 @@ def split_updates(
     minimum = 1 if pad or budget is None else replicas
 
     def refused(size: Size, name: str, rule: str, legal: Iterable[int]) -> RampupError:
-        nearest = nearest_in(size.count, list(legal))
-        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else f"no count of {size.unit} fits; change another size"
-        return BatchDivisibilityError(
-            f"{size.arithmetic(f'{model}.{name}', **factors)} {rule}; {fix}",
-            value=size.count,
-            divisor=unit // math.gcd(unit, size.factor(**factors)),
-            key=size.key or f"{model}.{name}",
-            nearest=nearest,
-        )
+        fix, divisor = f"no count of {size.unit} fits; change another size", unit // math.gcd(unit, size.factor(**factors))
+        return size.refused(f"{model}.{name}", rule, legal, fix, divisor=divisor, **factors)
 
     def is_legal(samples: int) -> bool:
         return samples_per_step % samples == 0 and samples % unit == 0 and samples >= minimum
@@ -247,7 +249,7 @@ def split_updates(
             rule += f" and be a multiple of data_parallel_size={replicas}"
             rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
         rule += f" and give each of data_parallel_size={minimum} replicas a sample" if minimum > 1 else ""
-        counts = _counts_that_divide(samples_per_step, per_count)
+        counts = counts_that_divide(samples_per_step, per_count)
         problems.append(refused(size, "mini_batch", rule, (count for count in counts if is_legal(count * per_count))))
 
     microbatch_size, max_passes = None, None
@@ -271,7 +273,7 @@ def split_updates(
             rule = f"must divide the mini batch of {mini_batch} samples"
             rule += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
             rule += f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
-            counts = _counts_that_divide(per_stage, per_count)
+            counts = counts_that_divide(per_stage, per_count)
             problems.append(refused(size, "microbatch", rule, (c for c in counts if c * per_count % replicas == 0)))
     raise_together(problems)
     return Updates(
@@ -287,7 +289,7 @@ def split_updates(
     )
 
 
-def _counts_that_divide(samples: int, per_count: int) -> list[int]:
+def counts_that_divide(samples: int, per_count: int) -> list[int]:
     """Return the counts, of `per_count` samples each, that divide a number of samples."""
     return divisors(samples // per_count) if samples % per_count == 0 else []
 

@@ -236,9 +236,9 @@ class RolloutRun:
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
         (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
-        steps = self.schedule.rollouts_before(summary.steps)
+        is_done = summary.steps >= self.schedule.total_steps
         return RolloutSummary(
-            steps=steps,
+            steps=self.schedule.num_rollouts if is_done else self.schedule.at(summary.steps).rollout,
             samples=last.get("consumed_samples", 0),
             accuracy_before=first_eval.get("accuracy"),
             accuracy_after=last_eval.get("accuracy"),
