@@ -91,19 +91,19 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
 
 @dataclass(slots=True)
 class _Means:
-    """Weighted means of a vector over steps, and the covariance of these means; see `rampup.NoiseScale` for the recurrences."""
+    """Weighted means over steps of S, |g|^2 and the numbers of `block_facts`, and the covariance of these means.
 
-    size: int
+    See `rampup.NoiseScale` for the recurrences.
+    """
+
     total: float = 0.0
     total_squared: float = 0.0
-    mean: Any = None
-    covariance: Any = None
+    mean: np.ndarray = field(default_factory=lambda: np.zeros(7))
+    covariance: np.ndarray = field(default_factory=lambda: np.zeros((7, 7)))
 
     def update(self, x: np.ndarray, weight: float, decay: float) -> None:
         before = decay * self.total
         self.total, self.total_squared = before + weight, decay**2 * self.total_squared + weight**2
-        if self.mean is None:
-            self.mean, self.covariance = np.zeros(self.size), np.zeros((self.size, self.size))
         if not weight:
             return
         h, difference = weight / self.total, x - self.mean
@@ -135,8 +135,7 @@ class PromptNoise:
     """
 
     half_life_samples: float
-    # By the layout of the steps: S, |g|^2, and the numbers of `block_facts`.
-    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(7), _Means(7)))
+    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
 
     def update(
         self, layout: int, *, samples: int, weight: float, trace: float, square: float, facts: Sequence[float] | np.ndarray
@@ -159,18 +158,13 @@ class PromptNoise:
     @property
     def state(self) -> dict[str, Any]:
         """The averages as JSON values, for a checkpoint."""
-        return {
-            "means": [
-                [m.total, m.total_squared, *([] if m.mean is None else [m.mean.tolist(), m.covariance.tolist()])]
-                for m in self.means
-            ]
-        }
+        return {"means": [[m.total, m.total_squared, m.mean.tolist(), m.covariance.tolist()] for m in self.means]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], half_life_samples: float) -> Self:
         """Return the averages of `state`."""
-        found = [_Means(7, total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"]]
-        return cls(half_life_samples=half_life_samples, means=(found[0], found[1]))
+        one, two = (_Means(total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"])
+        return cls(half_life_samples=half_life_samples, means=(one, two))
 
     def _solved(self) -> tuple[np.ndarray, np.ndarray, float] | None:
         """Return (u B, s / w, |G|^2), their covariance, and the degrees of freedom."""
