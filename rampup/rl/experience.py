@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
 from rampup.rl.packing import PackedMicrobatches
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import AGGREGATIONS
@@ -37,15 +37,11 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
     try:
         values = list(found)
     except TypeError:
-        raise DataError(
-            f"{where} returned {found!r:.80} and not a sequence of {len(prompts)} numbers, one per sample", key="reward"
-        ) from None
+        text = f"{where} returned {found!r:.80} and not a sequence of {len(prompts)} numbers, one per sample"
+        raise DataError(text, key="reward") from None
     if len(values) != len(prompts):
-        raise DataError(
-            f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample",
-            key="reward",
-            nearest=(len(prompts),),
-        )
+        text = f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample"
+        raise DataError(text, key="reward", nearest=(len(prompts),))
     rewards = np.zeros(len(values), np.float32)
     for number, value in enumerate(values):
         try:
@@ -262,9 +258,8 @@ def mini_batches(
             nearest=(False,),
         )
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-        raise ConfigError(
-            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None", key="seed", nearest=(0,)
-        )
+        text = f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
+        raise ConfigError(text, key="seed", nearest=(0,))
 
     samples = plan.samples_per_step if num_prompts is None else num_prompts * plan.samples_per_prompt
 
@@ -309,11 +304,7 @@ def loss_rows(
         ([[8, 9, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
     """
     if loss_agg_mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"rl.loss_agg_mode={loss_agg_mode!r} must be one of {', '.join(AGGREGATIONS)}",
-            key="rl.loss_agg_mode",
-            nearest=AGGREGATIONS,
-        )
+        raise choice_error("rl.loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
     chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
     tokens_BT = tokens_ST[chosen]

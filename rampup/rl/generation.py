@@ -177,7 +177,6 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
             if cache is None:
                 logits_BV = _logits_at(policy, params, tokens_BT, length_B + number)
             else:
-                assert policy.decode is not None
                 logits_BV, cache = policy.decode(params, cache, token_B, length_B + number)
             return (tokens_BT, logits_BV, cache, ended_B), (jnp.where(counts_B, log_p_B, 0), counts_B)
 

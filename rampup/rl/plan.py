@@ -202,9 +202,8 @@ class RolloutPlan:
             microbatches 3 2
             optimizer step 1 6
         """
-        length, prompt = (
-            (None, None) if self.experience is None else (self.experience.max_length, self.experience.max_prompt_length)
-        )
+        stored = self.experience
+        length, prompt = (None, None) if stored is None else (stored.max_length, stored.max_prompt_length)
 
         def row(what: str, number: int | None, samples: int | None, remark: str, **sizes: int | None) -> dict[str, Any]:
             prompts = None if samples is None or samples % self.samples_per_prompt else samples // self.samples_per_prompt

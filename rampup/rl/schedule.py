@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rampup.errors import ResumeMismatchError
-from rampup.plan.plan import RampPlan
+from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.rl.plan import RolloutPlan
 
 
-class UpdatePosition(NamedTuple):
-    """An optimizer step of an RL run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePosition(PlanPosition):
+    """An optimizer step of an RL run, numbered over the run and over all models together.
+
+    `consumed_samples` are generated in the rollouts before its own, and `phase` is the interval of rollouts of constant size.
+    `split` is that of its mini batch, with its padding; with a token budget, one pass of one row per replica.
 
     Attributes:
-        step: its number over the run, of all models together.
-        consumed_samples: samples generated in the rollouts before its own.
-        phase: the interval of rollouts of constant size that it is in.
-        split: the split of its mini batch, with its padding. With a token budget, one pass of one row per replica.
         rollout: the rollout, counted from 0.
         model: `policy` or `critic`.
         update: its number among the model's optimizer steps on the rollout.
@@ -35,10 +35,6 @@ class UpdatePosition(NamedTuple):
         plan: the sizes of the rollout.
     """
 
-    step: int
-    consumed_samples: int
-    phase: Phase
-    split: BatchSplit
     rollout: int
     model: str
     update: int

@@ -13,7 +13,7 @@ from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError
 from rampup.plan import MeshAxes
 from rampup.rl.losses import grpo_loss
-from rampup.rl.noise import PromptNoise, block_facts, size_advice
+from rampup.rl.noise import PromptNoise, advice_from_line, block_facts
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.rollout import RolloutOptions, rollout_step
 from rampup.rl.sizes import Size, Training
@@ -56,26 +56,28 @@ def test_both_parts_are_those_of_the_gaussian_model(weights):
     The prompts of a step count as many as their weights make of them: a step of P prompts has the noise of the scale, over P.
     """
     found, (between, within) = gaussian_noise(800, 60, np.random.default_rng(1), **weights)
-    for truth, estimates in ((between, [one.between for one in found]), (within, [one.within for one in found])):
+    *parts, scales = zip(*(one.estimates(N) for one in found), strict=True)
+    for truth, estimates in zip((between, within), parts, strict=True):
         assert np.mean([one.value for one in estimates]) == pytest.approx(truth, rel=0.02)
         assert 0.87 <= np.mean([one.low <= truth <= one.high for one in estimates]) <= 0.93
     scale = (between + within / N) / G2
-    estimates = [one.scale(N) for one in found]
-    assert 0.87 <= np.mean([one.low <= scale <= (one.high or np.inf) for one in estimates]) <= 0.93
+    assert 0.87 <= np.mean([one.low <= scale <= (one.high or np.inf) for one in scales]) <= 0.93
 
 
 def test_advice_follows_from_both_parts():
     """More responses or more prompts, by the cost of a prompt; a batch that is used twice needs twice the prompts."""
     (noise,), _ = gaussian_noise(1, 400, np.random.default_rng(0), tokens=False)
-    parts = noise.between, noise.within, noise.scale(N)
-    once, twice = (size_advice(*parts, responses=N, cost_per_prompt=3.0, reuse=reuse) for reuse in (1, 2))
+    names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
+    found = dict(zip(names, noise.estimates(N), strict=True))
+    line = {name + end: getattr(x, end[1:] or "value") for name, x in found.items() for end in ("", "_low", "_high")}
+    once, twice = (advice_from_line(line, responses=N, cost_per_prompt=3.0, reuse=reuse) for reuse in (1, 2))
     rows = {row["num_generations"]: row for row in once["choices"]}
     assert rows[N]["relative_prompts"] == rows[N]["relative_cost"] == 1
     assert rows[2]["relative_prompts"] > 1 > rows[64]["relative_prompts"]
     assert once["best_num_generations"] == pytest.approx((3 * WITHIN / B) ** 0.5, rel=0.1)
     assert min(rows, key=lambda n: rows[n]["relative_cost"]) in (4, 8)
     assert twice["noise_scale_prompts"]["value"] == pytest.approx(2 * once["noise_scale_prompts"]["value"])
-    assert size_advice(*parts, responses=N)["best_num_generations"] == 2
+    assert advice_from_line(line, responses=N)["best_num_generations"] == 2
 
 
 def logits(params, tokens):
