@@ -409,7 +409,28 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
         ([(0, 64), (5, 128)], 9)
     """
     problems: list[RampupError] = []
-    growth = {name: _growth(config, name, problems) for name in ("batch_size", "num_generations")}
+    growth: dict[str, dict[int, int]] = {}  # of each size, by the first step that has it
+    for name in ("batch_size", "num_generations"):
+        text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
+        growth[name] = {0: largest}
+        if text is None:
+            continue
+        key, is_auto, rule = f"rl.{name}_schedule", name == "batch_size" and config.is_auto, ""
+        try:
+            pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
+            steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
+            if is_auto and len(pairs) > 1:
+                rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
+            elif steps[0] != 0 or sorted(set(steps)) != steps:
+                rule = " must start at step 0, and its steps must increase"
+            elif min(sizes) < 1 or max(sizes) > largest:
+                size = f"rl.{name}" if name == "num_generations" else name
+                rule = f" must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
+            growth[name] = dict(pairs)
+        except RampupError as error:
+            rule = ": write the first size before auto, such as '0:8 auto'" if is_auto else f": {error}"
+        if rule:
+            problems.append(ConfigError(f"{key}={text!r}{rule}", key=key))
     raise_together(problems)
     wanted = []
     for first in sorted({step for pairs in growth.values() for step in pairs}):
@@ -437,30 +458,6 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
             key="train_micro_batch_size",
         )
     return schedule
-
-
-def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> dict[int, int]:
-    """Return a size by the first step that has it; append an error for a schedule that is none."""
-    text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
-    if text is None:
-        return {0: largest}
-    key, is_auto, rule = f"rl.{name}_schedule", name == "batch_size" and config.is_auto, ""
-    try:
-        pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
-        steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
-        if is_auto and len(pairs) > 1:
-            rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
-        elif steps[0] != 0 or sorted(set(steps)) != steps:
-            rule = " must start at step 0, and its steps must increase"
-        elif min(sizes) < 1 or max(sizes) > largest:
-            size = f"rl.{name}" if name == "num_generations" else name
-            rule = f" must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
-    except RampupError as error:
-        rule = ": write the first size before auto, such as '0:8 auto'" if is_auto else f": {error}"
-    if rule:
-        problems.append(ConfigError(f"{key}={text!r}{rule}", key=key))
-        return {0: largest}
-    return dict(pairs)
 
 
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:

@@ -73,12 +73,19 @@ class RolloutPlan:
         problems = count_problems({name: getattr(self, name) for name in counts})
         problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
         models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+        def check_unit(name: str, size: Size | None, *, is_pass: bool = False) -> None:
+            if size is not None and size.unit == "tokens" and not (is_pass and size.scope != "job"):
+                key, rule = size.key or name, ", or tokens per replica" if is_pass else ""
+                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
+
         for model, training in models.items():
-            problems += training.problems(model)
-        for name, size in (("rollout_batch", self.rollout_batch), ("generation", self.generation)):
-            if size is not None and size.unit == "tokens":
-                key = size.key or name
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples", key=key))
+            counts = ("data_parallel_size", "num_epochs", "num_stages")
+            problems += count_problems({f"{model}.{name}": getattr(training, name) for name in counts})
+            check_unit(f"{model}.mini_batch", training.mini_batch)
+            check_unit(f"{model}.microbatch", training.microbatch, is_pass=True)
+        check_unit("rollout_batch", self.rollout_batch)
+        check_unit("generation", self.generation)
         raise_together(problems)
 
         # Whether the configured mini batch divides the batch is another question: `split_updates` blames the mini batch then.

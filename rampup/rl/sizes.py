@@ -115,16 +115,6 @@ class Training:
     num_epochs: int = 1  # passes over the samples of a step
     num_stages: int = 1  # pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
 
-    def problems(self, model: str) -> list[RampupError]:
-        """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
-        sizes = ("data_parallel_size", "num_epochs", "num_stages")
-        problems = count_problems({f"{model}.{name}": getattr(self, name) for name in sizes})
-        for name, size, tokens_allowed in (("mini_batch", self.mini_batch, False), ("microbatch", self.microbatch, True)):
-            if size is not None and size.unit == "tokens" and not (tokens_allowed and size.scope != "job"):
-                key, rule = size.key or f"{model}.{name}", ", or tokens per replica" if tokens_allowed else ""
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
-        return problems
-
     @property
     def token_budget(self) -> int | None:
         """Tokens of one pass of one replica, if the microbatch is a token budget."""
