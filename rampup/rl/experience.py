@@ -127,26 +127,17 @@ def generalized_advantages(
 
 
 class Tally(NamedTuple):
-    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths.
+    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths."""
 
-    Attributes:
-        groups: prompts that the rollout trains on, whose samples are the first rows of the experience.
-        carried: prompts that wait for the next rollout, in the rows after them.
-        dropped: prompts whose samples this rollout had, and neither trains on nor carries.
-        prompts, samples: prompts and samples that the run has generated.
-        zero_spread: share of the prompts of this rollout's generation whose rewards are all equal; NaN without one.
-        reward, spread: mean reward of this rollout's generation, and mean standard deviation of the rewards of a prompt; NaN
-            without one.
-    """
-
-    groups: float = 0
-    carried: float = 0
-    dropped: float = 0
-    prompts: float = 0
-    samples: float = 0
-    zero_spread: float = np.nan
-    reward: float = np.nan
-    spread: float = np.nan
+    groups: float = 0  # prompts that the rollout trains on, whose samples are the first rows of the experience
+    carried: float = 0  # prompts that wait for the next rollout, in the rows after them
+    dropped: float = 0  # prompts whose samples this rollout had, and neither trains on nor carries
+    prompts: float = 0  # prompts that the run has generated
+    samples: float = 0  # their samples
+    # Of this rollout's generation; NaN without one.
+    zero_spread: float = np.nan  # share of the prompts whose rewards are all equal
+    reward: float = np.nan  # mean reward
+    spread: float = np.nan  # mean standard deviation of the rewards of a prompt
 
     def to_words(self) -> np.ndarray:
         """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the types of JAX are."""
@@ -190,17 +181,11 @@ def divide_groups(
 
 
 class MiniBatch(NamedTuple):
-    """The samples of one optimizer step.
+    """The samples of one optimizer step."""
 
-    Attributes:
-        update: the optimizer step within the rollout.
-        epoch: the pass over the rollout's samples.
-        rows: the indices of its samples among the rollout's samples, in order.
-    """
-
-    update: int
-    epoch: int
-    rows: np.ndarray
+    update: int  # the optimizer step within the rollout
+    epoch: int  # the pass over the rollout's samples
+    rows: np.ndarray  # the indices of its samples among the rollout's samples, in order
 
 
 def mini_batches(

@@ -64,11 +64,6 @@ class Sampling:
         raise_together(problems)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether all responses to a prompt are equal."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
     def values(self) -> tuple[np.float32, np.int32, np.float32]:
         """The numbers as arguments of a compiled program, which serves any of them."""
         return np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p)

@@ -18,7 +18,7 @@ clock of the rollout, which no checkpoint has.
 Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
 and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
 
-Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longest response, T tokens of a row.
+Shape suffixes: S samples of a rollout, G of a prompt, B rows of a call, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -125,11 +125,6 @@ class RolloutOptions:
         """The temperature of the log-probabilities."""
         return self.sampling.temperature or 1.0
 
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether a step may have fewer prompts than planned."""
-        return (self.zero_spread_groups, self.token_batch_size, self.partial_step) != ("keep", None, "train")
-
 
 class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
@@ -183,6 +178,8 @@ class RolloutStep:
         if critic is not None:
             loss = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
             losses["critic"] = loss, critic[1]
+        # A step may have fewer prompts than planned, and an update none, of weight 0.
+        sizes_vary = (options.zero_spread_groups, options.token_batch_size, options.partial_step) != ("keep", None, "train")
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps: dict[str, TrainStep] = {
             name: train_step(
@@ -190,8 +187,7 @@ class RolloutStep:
                 self._plans[name],
                 mesh,
                 seed=options.seed,
-                # Also an update without samples, of weight 0.
-                skip_nonfinite=skip_nonfinite or options.sizes_vary,
+                skip_nonfinite=skip_nonfinite or sizes_vary,
                 measure_gradient_noise=options.measure_gradient_noise and name == "policy",
             )
             for name, loss_and_tx in losses.items()
@@ -270,10 +266,10 @@ class RolloutStep:
             if used > min(limits):
                 training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
-                raise ConfigError(
-                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}",
-                    key=key,
+                text = (
+                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}"
                 )
+                raise ConfigError(text, key=key)
             start += updates.optimizer_steps
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
@@ -290,14 +286,12 @@ class RolloutStep:
         Raises:
             DataError: a prompt or a reward is invalid. The state is unchanged.
         """
-        position = self.schedule.at(int(state.step))
         source = prompts if callable(prompts) else lambda start, stop: prompts
-        metrics: dict[str, Any] = {}
-        for number in range(position.step, self.schedule.total_steps):
-            here = self.schedule.at(number)
-            if here.rollout != position.rollout:
+        for number in itertools.count(int(state.step)):
+            position = self.schedule.at(number)
+            state, metrics = self.update(state, position, source)
+            if position.is_last:
                 break
-            state, metrics = self.update(state, here, source)
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
         return state, {name: float(value) for name, value in host.items()} | metrics["facts"]
 
@@ -325,10 +319,9 @@ class RolloutStep:
             # The next rollout needs the new parameters anyway.
             jax.block_until_ready(state.params)
         if self._clock is not None:
-            self._clock.training += self._seconds - began
+            self._clock.parts["update"] += self._seconds - began
             if position.is_last:
-                parts = {"generation": self._clock.generation, "scoring": self._clock.scoring, "update": self._clock.training}
-                self.seconds_by_part = {name: self.seconds_by_part[name] + seconds for name, seconds in parts.items()}
+                self.seconds_by_part = {name: self.seconds_by_part[name] + took for name, took in self._clock.parts.items()}
         return state, {**metrics, "facts": self._facts(state.experience, tally, position, lengths, passes)}
 
     def evaluate(
@@ -373,11 +366,8 @@ class RolloutStep:
             first = before.prompts + generated
             asked = prompts(first, first + missing)
             if len(asked) != missing:
-                raise DataError(
-                    f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given",
-                    key="batch_size",
-                    nearest=(missing,),
-                )
+                text = f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given"
+                raise DataError(text, key="batch_size", nearest=(missing,))
             part = self._generate(state.params, asked, G, key, first_row=generated * G)
             rewards = self._rewards(part, where=f"rollout {position.rollout}")
             teaches = ~has_zero_spread(rewards, G) | (options.zero_spread_groups == "keep")
@@ -396,9 +386,7 @@ class RolloutStep:
         mini_batch = plan.policy_updates.mini_batch_samples // G
         sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
-        experience = self._empty_experience()
-        new: Arrays = {}
-        scoring = 0.0
+        experience, new, scoring = self._empty_experience(), {}, 0.0
         rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
         # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
         kept = groups + waiting - before.carried
@@ -411,8 +399,9 @@ class RolloutStep:
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        generation, made = self._seconds - began - scoring, sum(int(part.response_length.sum()) for part, _, _ in found)
-        self._clock = _Clock(rollout=position.rollout, generation=generation, scoring=scoring, tokens=made)
+        parts = {"generation": self._seconds - began - scoring, "scoring": scoring, "update": 0.0}
+        made = sum(int(part.response_length.sum()) for part, _, _ in found)
+        self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
         return experience, Tally(
             groups=groups,
             carried=waiting,
@@ -496,19 +485,10 @@ class RolloutStep:
         return np.frombuffer(bytes.fromhex(found), np.float32)
 
     def _generate(
-        self,
-        params: Any,
-        prompts: Sequence[Sequence[int]],
-        samples_per_prompt: int,
-        key: jax.Array,
-        *,
-        first_row: int = 0,
-        sampling: Sampling | None = None,
+        self, params: Any, prompts: Sequence[Sequence[int]], G: int, key: Any, first_row: int = 0, sampling: Any = None
     ) -> Samples:
-        """Return responses to prompts, on the host. The key and the row, counted from `first_row` on, decide the responses."""
-        tokens_SP, length_S = (
-            np.repeat(x, samples_per_prompt, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length)
-        )
+        """Return G responses to each prompt, on the host. The key and the row, counted from `first_row`, decide them."""
+        tokens_SP, length_S = (np.repeat(x, G, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length))
         inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
         run = make_generate(self._policy, self.options.max_response_length, self.options.end_token)
         values = (sampling or self.options.sampling).values
@@ -537,15 +517,12 @@ class RolloutStep:
 
         All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
         """
-        S, parts = len(samples[0]), []
+        S, parts, sharding = len(samples[0]), [], batch_sharding(self._mesh)
         for start in range(0, S, self.rows_per_call):
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
-            spread = (
-                jax.make_array_from_callback(x.shape, batch_sharding(self._mesh), x.__getitem__)
-                for x in (x[rows] for x in samples)
-            )
-            args = params, *spread, *rest
+            chosen = (x[rows] for x in samples)
+            args = params, *(jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in chosen), *rest
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
@@ -604,8 +581,7 @@ class RolloutStep:
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        changes = _fields_of(position.model, inner)
-        return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
+        return state.replace(step=np.array(position.step + 1, np.int32), **_fields_of(position.model, inner)), metrics
 
     def _facts(
         self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: np.ndarray, passes: Arrays
@@ -636,13 +612,14 @@ class RolloutStep:
         }
         if plan.experience_bytes_per_sample is not None:
             found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
-        if (clock := self._clock) is not None:
-            found["generation_seconds"], found["scoring_seconds"] = round(clock.generation, 6), round(clock.scoring, 6)
-            found["generation_tokens_per_second"] = round(clock.tokens / max(clock.generation, 1e-9), 3)
+        if self._clock is not None:
+            generation, scoring, update = self._clock.parts.values()
+            found["generation_seconds"], found["scoring_seconds"] = round(generation, 6), round(scoring, 6)
+            found["generation_tokens_per_second"] = round(self._clock.tokens / max(generation, 1e-9), 3)
             if position.is_last:
                 tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
-                found["update_seconds"] = round(clock.training, 6)
-                found["training_tokens_per_second"] = round(tokens / max(clock.training, 1e-9), 3)
+                found["update_seconds"] = round(update, 6)
+                found["training_tokens_per_second"] = round(tokens / max(update, 1e-9), 3)
         return found
 
 
@@ -712,16 +689,11 @@ def _layout(position: UpdatePosition) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Clock:
-    """The seconds of one rollout in this process, without compilations, with those of the updates so far.
-
-    `tokens` are those that it has generated, also of responses that it does not train on.
-    """
+    """The seconds of one rollout in this process by part, without compilations, with those of the updates so far."""
 
     rollout: int
-    generation: float
-    scoring: float
-    tokens: int
-    training: float = 0.0
+    tokens: int  # that it has generated, also of responses that it does not train on
+    parts: dict[str, float]  # generation, scoring, update
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
@@ -734,7 +706,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     for stage in stages:
         if critic is None:
             group_advantages(np.zeros(stage.samples_per_prompt), stage.samples_per_prompt)
-        if sampling.is_greedy and stage.samples_per_prompt > 1:
+        if (sampling.temperature == 0 or sampling.top_k == 1) and stage.samples_per_prompt > 1:
             name, value, fix = (
                 ("top_k", sampling.top_k, 0) if sampling.temperature else ("temperature", sampling.temperature, 1.0)
             )

@@ -69,37 +69,24 @@ HEARTBEAT_SECONDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """The result of a run; the first eight attributes are those of `rampup train --json`.
+    """The result of a run; the first eight attributes are those of `rampup train --json`."""
 
-    Attributes:
-        steps: rollouts that are trained on completely.
-        samples: samples that they generated.
-        accuracy_before, accuracy_after: share of right answers to held-out prompts before the first rollout and in the last
-            evaluation; None without evaluation.
-        reward_first, reward_last: mean reward of the first and of the newest rollout; None before the first one.
-        num_compilations: programs built by this process for the rollouts, by role.
-        checkpoint: folder of the newest checkpoint, or None.
-        metrics: the metrics file.
-        interrupted: whether a signal ended the run early.
-        resumed_from: optimizer steps that earlier processes had done.
-        seconds: duration of this process's part of the run, without the warm start.
-        optimizer_steps: optimizer steps done, which the lines of the run count.
-        seconds_by_part: seconds of generation, scoring and update in the rollouts that this process trained on completely.
-    """
-
-    steps: int
-    samples: int
+    steps: int  # rollouts that are trained on completely
+    samples: int  # samples that they generated
+    # Share of right answers to held-out prompts before the first rollout and in the last evaluation; None without evaluation.
     accuracy_before: float | None
     accuracy_after: float | None
+    # Mean reward of the first and of the newest rollout; None before the first one.
     reward_first: float | None
     reward_last: float | None
-    num_compilations: dict[str, int]
-    checkpoint: str | None
-    metrics: str
-    interrupted: bool
-    resumed_from: int
-    seconds: float
-    optimizer_steps: int
+    num_compilations: dict[str, int]  # programs built by this process for the rollouts, by role
+    checkpoint: str | None  # folder of the newest checkpoint
+    metrics: str  # the metrics file
+    interrupted: bool  # whether a signal ended the run early
+    resumed_from: int  # optimizer steps that earlier processes had done
+    seconds: float  # duration of this process's part of the run, without the warm start
+    optimizer_steps: int  # optimizer steps done, which the lines of the run count
+    # Of generation, scoring and update in the rollouts that this process trained on completely.
     seconds_by_part: dict[str, float]
 
 

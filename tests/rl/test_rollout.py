@@ -325,7 +325,7 @@ class ByHand:
             if here.model == "policy":
                 self.before.append((before, jax.device_get(self.state.params)))
                 self.lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
-            position = position._replace(step=position.step + 1)
+            position = replace(position, step=position.step + 1)
         self._queue_groups()
         return self.lines
 

@@ -38,7 +38,7 @@ def test_schedule_counts_every_optimizer_step_once():
     assert {model: schedule.optimizer_steps(model) for model in seen} == seen
     # One shape for all stages: a pass of 2 * 2 samples.
     assert (schedule.pass_samples("policy"), schedule.sequences_per_call, schedule.max_samples) == (4, 4, 64)
-    assert schedule.max_passes("policy") == 4
+    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 4
     with pytest.raises(ResumeMismatchError):
         schedule.at(position)
 
