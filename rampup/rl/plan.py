@@ -107,12 +107,10 @@ class RolloutPlan:
             replicas.append(f"data_parallel_size={training.data_parallel_size}{stages}{name}")
         divisor = math.lcm(*units)
         if samples % divisor:
-            rule = (
-                f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly over "
-            )
+            rule = f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly "
+            rule += f"over {' and '.join(replicas)}"
             step = divisor // math.gcd(divisor, size.factor(**factors))
-            legal = nearest_multiples(size.count, step)
-            raise size.refused("rollout_batch", rule + " and ".join(replicas), legal, "", divisor=step, **factors)
+            raise size.refused("rollout_batch", rule, nearest_multiples(size.count, step), "", divisor=step, **factors)
 
         updates: dict[str, Updates] = {}
         for model, training in models.items():
@@ -130,13 +128,10 @@ class RolloutPlan:
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
         call, blamed = self.generation, {problem.key for problem in problems}
         if call is not None and (call.key or "generation") not in blamed:
-            rule, per_count = (
-                f"must {'not exceed' if self.pad else 'divide'} the {samples} samples of a step",
-                call.factor(**factors),
-            )
-            legal = [max(samples // per_count, 1)] if self.pad else counts_that_divide(samples, per_count)
-            each = call.samples(**factors)
+            each, per_count = call.samples(**factors), call.factor(**factors)
             if each > samples if self.pad else samples % each:
+                rule = f"must {'not exceed' if self.pad else 'divide'} the {samples} samples of a step"
+                legal = [max(samples // per_count, 1)] if self.pad else counts_that_divide(samples, per_count)
                 problems.append(call.refused("generation", rule, legal, "count it in prompts of the job", **factors))
         raise_together(problems)
         object.__setattr__(self, "policy_updates", updates["policy"])

@@ -1,7 +1,6 @@
 """Tests of rampup.rl.losses in several processes: the rows of a step of any number of prompts."""
 
 import json
-import socket
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,8 @@ from helpers import processes
 SIZES, G, WIDTH, RATE = (1, 7, 24, 12), 2, 4, 0.5
 
 
-def train_rows(process, number, port, path):
-    """Write loss and gradient of steps of several numbers of prompts, compared with one batch, in one of several processes."""
+def train_rows(process, number, port):
+    """Print loss and gradient of steps of several numbers of prompts, compared with one batch, in one of several processes."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -59,25 +58,15 @@ def train_rows(process, number, port, path):
         np.testing.assert_allclose(moved, grads, rtol=1e-6, atol=1e-6)
         found.append([float(metrics["loss"]), *moved.ravel().tolist()])
     assert step.num_compilations == 1
-    path.write_text(json.dumps(found))
+    print(json.dumps(found))
 
 
 @pytest.mark.slow
 def test_gradient_of_any_number_of_prompts_is_that_of_one_batch_in_1_and_2_processes(tmp_path):
     """By all aggregations, in one program, to 1e-6 on two devices; all processes have the same."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    jobs = [(0, 1), (0, 2), (1, 2)]
-    files = [tmp_path / f"{number}-{process}.json" for process, number in jobs]
-    logs = [file.with_suffix(".log") for file in files]
-    started = [
-        processes.start(train_rows, *job, port, *place, log=log) for job, *place, log in zip(jobs, files, logs, strict=True)
-    ]
-    for process, log in zip(started, logs, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()[-3000:]
-    one, *two = (np.array(json.loads(file.read_text())) for file in files)
+    port, jobs = processes.free_port(), [(0, 1), (0, 2), (1, 2)]
+    printed = processes.run_all(train_rows, [(*job, port) for job in jobs], tmp_path)
+    one, *two = (np.array(json.loads(text.splitlines()[-1])) for text in printed)
     assert len(one) == 16
     for other in two:
         np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
