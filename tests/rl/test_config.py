@@ -234,12 +234,8 @@ def test_build_rollout_plan_errors_have_the_location():
         build_rollout_plan(config, 4)
     with pytest.raises(BatchDivisibilityError, match=r"\[batch_size: .*rl.yml:\d+\]"):
         build_rollout_plan(load_rollout_config(RL), 7)
-
-
-def test_build_rollout_plan_needs_devices():
-    """Without a number of devices there is no plan."""
     with pytest.raises(ConfigError, match="num_devices=-1"):
-        build_rollout_plan(RolloutConfig())
+        build_rollout_plan(load_rollout_config(RL))
 
 
 def test_rollout_notes_about_dropped_prompts():

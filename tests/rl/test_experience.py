@@ -72,14 +72,6 @@ def test_generalized_advantages_are_those_of_the_definition():
     np.testing.assert_allclose(advantages, np.where(counts, (raw - raw[counts].mean()) / raw[counts].std(), 0), atol=1e-5)
 
 
-def experience(lengths=((2, 3), (1, 1), (3, 0), (2, 2))):
-    """Return arrays over samples with prompts and responses of these lengths; one response is empty."""
-    rng = np.random.default_rng(0)
-    prompt, response = np.array(lengths).T
-    arrays = {"tokens": rng.integers(1, 9, (len(lengths), 6)), "prompt_length": prompt, "response_length": response}
-    return arrays | {name: rng.normal(size=(len(lengths), 3)) for name in ("log_probabilities", "advantages")}
-
-
 @pytest.mark.parametrize(("partial", "partly"), [("train", (1, 0)), ("drop", (0, 0)), ("carry", (0, 1))])
 def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
     """No group is left that does not fit, and the step is complete nevertheless; with a token less, it is not."""
@@ -92,9 +84,9 @@ def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_aggregations_are_those_of_their_names(mode):
     """The sum of coefficient * loss over the sum of the weights, with an empty response that counts in no mean."""
-    arrays = experience()
-    loss = np.random.default_rng(1).normal(size=(4, 6))
-    rows = loss_rows(arrays | {"group": [7, 7, 9, 9]}, loss_agg_mode=mode)
+    tokens, loss = np.random.default_rng(0).integers(1, 9, (4, 6)), np.random.default_rng(1).normal(size=(4, 6))
+    lengths = {"prompt_length": [2, 1, 3, 2], "response_length": [3, 1, 0, 2]}
+    rows = loss_rows({"tokens": tokens, "group": [7, 7, 9, 9], **lengths}, loss_agg_mode=mode)
     per_sequence = [loss[row][rows["coefficients"][row] != 0] for row in range(4)]
     full = [one for one in per_sequence if len(one)]
     expected = {

@@ -116,8 +116,9 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
     programs, updates = [], []
     for measures in (False, True):
         step, state = step_on(2, measure_gradient_noise=measures)
-        passes, params = [], []
-        found = record(step, passes)
+        passes, found, params = [], [], []
+        record(step, "_passes", passes)
+        record(step, "_train", found)
         for rollout in range(2):
             before = np.asarray(state.params)
             state, _ = step(state, [[n % 6] for n in range(8)])
@@ -136,7 +137,7 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
             q, g = sum((np.square(x).sum() / w) for x, w in zip(grads, weights, strict=True)), sum(grads) / weights.sum()
             trace = (q - weights.sum() * np.square(g).sum()) / 15
             assert float(noise["trace"]) == pytest.approx(trace, rel=1e-4)
-            assert noise["layout_facts"] == block_facts(weights_of(batch), batch["group"], 2).tolist()
+            assert noise["layout_facts"] == block_facts(batch["weights"].sum(axis=2), batch["group"], 2).tolist()
         updates.append(params)
         (program,) = step._steps["policy"]._compiler._programs.values()
         programs.append(collections.Counter(COLLECTIVE.findall(program.as_text())))
@@ -146,25 +147,15 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
     np.testing.assert_allclose(updates[0], updates[1], rtol=1e-4, atol=1e-6)
 
 
-def record(step, passes):
-    """Append the passes of every update to a list, and return the list of what the updates return."""
-    make, train, found = step._passes, step._train, []
+def record(step, method, found):
+    """Append to a list what a method of a step returns; mappings are copied before the step takes entries out of them."""
+    run = getattr(step, method)
 
-    def recorded_passes(*args):
-        passes.append(make(*args))
-        return dict(passes[-1])
+    def recorded(*args):
+        found.append(run(*args))
+        return dict(found[-1]) if isinstance(found[-1], dict) else found[-1]
 
-    def recorded_train(*args):
-        found.append(train(*args))
-        return found[-1]
-
-    step._passes, step._train = recorded_passes, recorded_train
-    return found
-
-
-def weights_of(batch):
-    """Return the weight of every row."""
-    return batch["weights"].sum(axis=2)
+    setattr(step, method, recorded)
 
 
 @pytest.mark.parametrize(("microbatch", "options"), [(2, {}), (4, {"keep_prompts_together": False})])
