@@ -26,19 +26,14 @@ MAX_EMPTY = 10**6
 class PackedMicrobatches:
     """Sequences in microbatches of a few static shapes, with the same number of microbatches on every replica.
 
-    Attributes:
-        lengths: tokens of each sequence.
-        token_budget: the maximum number of tokens in a microbatch.
-        ladder: the allowed shapes in tokens, ascending.
-        microbatch_shapes: the shape of microbatch j in tokens. The same on every replica, which run one program.
-        replicas: `replicas[r][j]` has the indices of the sequences in microbatch j of replica r. It is empty, so all padding,
-            only if there are fewer sequences than microbatches.
+    `replicas[r][j]` has the indices of the sequences in microbatch j of replica r. It is empty, so all padding, only if there
+    are fewer sequences than microbatches.
     """
 
-    lengths: tuple[int, ...]
-    token_budget: int
-    ladder: tuple[int, ...]
-    microbatch_shapes: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each sequence
+    token_budget: int  # the maximum number of tokens in a microbatch
+    ladder: tuple[int, ...]  # the allowed shapes in tokens, ascending
+    microbatch_shapes: tuple[int, ...]  # the shape of microbatch j in tokens. The same on every replica, which run one program.
     replicas: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property

@@ -210,15 +210,8 @@ class RolloutPlan:
         def row(what: str, number: int | None, samples: int | None, remark: str, **sizes: int | None) -> dict[str, Any]:
             prompts = None if samples is None or samples % self.samples_per_prompt else samples // self.samples_per_prompt
             tokens = None if samples is None or length is None else samples * length
-            return {
-                "what": what,
-                "number": number,
-                "prompts": prompts,
-                "samples": samples,
-                "tokens": tokens,
-                **sizes,
-                "how": remark,
-            }
+            counts = {"number": number, "prompts": prompts, "samples": samples, "tokens": tokens}
+            return {"what": what, **counts, **sizes, "how": remark}
 
         asked = {"prompts": self.prompts_per_step, "tokens": prompt and prompt * self.prompts_per_step}
         rows = [row("prompts", 1, None, "read", **asked)]

@@ -26,20 +26,13 @@ class UpdatePosition(PlanPosition):
 
     `consumed_samples` are generated in the rollouts before its own, and `phase` is the interval of rollouts of constant size.
     `split` is that of its mini batch, with its padding; with a token budget, one pass of one row per replica.
-
-    Attributes:
-        rollout: the rollout, counted from 0.
-        model: `policy` or `critic`.
-        update: its number among the model's optimizer steps on the rollout.
-        model_step: its number among the model's optimizer steps of the run.
-        plan: the sizes of the rollout.
     """
 
-    rollout: int
-    model: str
-    update: int
-    model_step: int
-    plan: RolloutPlan
+    rollout: int  # counted from 0
+    model: str  # `policy` or `critic`
+    update: int  # its number among the model's optimizer steps on the rollout
+    model_step: int  # its number among the model's optimizer steps of the run
+    plan: RolloutPlan  # the sizes of the rollout
 
     @property
     def is_first(self) -> bool:

@@ -222,11 +222,7 @@ class RolloutRun:
             reward_first=first.get("reward"),
             reward_last=last.get("reward"),
             num_compilations=self.step.compilations,
-            checkpoint=summary.checkpoint,
-            metrics=summary.metrics,
-            interrupted=summary.interrupted,
-            resumed_from=summary.resumed_from,
-            seconds=summary.seconds,
+            **{name: getattr(summary, name) for name in ("checkpoint", "metrics", "interrupted", "resumed_from", "seconds")},
             optimizer_steps=summary.steps,
             seconds_by_part={name: round(seconds, 3) for name, seconds in self.step.seconds_by_part.items()},
         )

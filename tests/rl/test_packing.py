@@ -18,9 +18,11 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 def fewest_microbatches(lengths, budget):
     """Return the smallest number of bins of a budget that hold all lengths."""
-    for count in itertools.count(1):
-        if any(max(np.bincount(bins, lengths)) <= budget for bins in itertools.product(range(count), repeat=len(lengths))):
-            return count
+
+    def fits(count):
+        return any(max(np.bincount(bins, lengths)) <= budget for bins in itertools.product(range(count), repeat=len(lengths)))
+
+    return next(filter(fits, itertools.count(1)))
 
 
 BAD_LENGTHS = [[], [0], [3, -1], [1.0], [True], [None], ["5"], [MAX_COUNT + 1], "512", None, {3, 4}, [[1, 2]]]
