@@ -50,11 +50,8 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
         except (TypeError, ValueError, OverflowError):
             rewards[number] = np.nan
         if not np.isfinite(rewards[number]):
-            raise DataError(
-                f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
-                f"{responses[number]!r:.80}); a reward is a finite number",
-                key="reward",
-            )
+            text = f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
+            raise DataError(f"{text}{responses[number]!r:.80}); a reward is a finite number", key="reward")
     return rewards
 
 
@@ -72,12 +69,11 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
     """
     if samples_per_prompt < 2:
-        raise ConfigError(
+        text = (
             f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
-            "set rl.num_generations=2 or more, or enable_critic=true",
-            key="rl.num_generations",
-            nearest=(2,),
         )
+        text += "set rl.num_generations=2 or more, or enable_critic=true"
+        raise ConfigError(text, key="rl.num_generations", nearest=(2,))
     groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
     spread = groups.std(axis=1, ddof=1, keepdims=True)
     return ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON)).ravel().astype(np.float32)
@@ -236,12 +232,11 @@ def mini_batches(
             raise ResumeMismatchError(text, key=name, nearest=(0 if value < 0 else last,))
     group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
     if updates.mini_batch_samples % group:
-        raise ConfigError(
+        text = (
             f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
-            "a prompt; set keep_prompts_together=False or count mini batches in prompts",
-            key="keep_prompts_together",
-            nearest=(False,),
         )
+        text += "a prompt; set keep_prompts_together=False or count mini batches in prompts"
+        raise ConfigError(text, key="keep_prompts_together", nearest=(False,))
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         text = f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
         raise ConfigError(text, key="seed", nearest=(0,))

@@ -82,13 +82,12 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt_length: int) -> tup
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
-            longer = f" or set max_prompt_length={lengths.max()}" if length else ""
-            raise DataError(
+            nearest = (int(lengths.max()),) if length else ()
+            text = (
                 f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; leave "
-                f"it out{longer}",
-                key="max_prompt_length",
-                nearest=(int(lengths.max()),) if length else (),
             )
+            text += f"it out or set max_prompt_length={nearest[0]}" if nearest else "it out"
+            raise DataError(text, key="max_prompt_length", nearest=nearest)
     tokens = np.full((len(prompts), max_prompt_length), PAD, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt

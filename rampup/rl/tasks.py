@@ -53,18 +53,14 @@ class Arithmetic:
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
         if self.num_held_out * 2 > total:
-            raise DataError(
-                f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
-                f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand",
-                key="num_test_batches",
-            )
+            text = f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
+            text += f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand"
+            raise DataError(text, key="num_test_batches")
         if self.num_prompts is not None and self.num_prompts > total - self.num_held_out:
-            raise DataError(
-                f"num_prompts={self.num_prompts:,} must be at most {total - self.num_held_out:,}: "
-                f"max_operand={self.max_operand} gives {total:,} pairs of numbers, of which {self.num_held_out:,} are held out",
-                key="num_prompts",
-                nearest=(total - self.num_held_out,),
-            )
+            most = total - self.num_held_out
+            text = f"num_prompts={self.num_prompts:,} must be at most {most:,}: max_operand={self.max_operand} gives {total:,} "
+            text += f"pairs of numbers, of which {self.num_held_out:,} are held out"
+            raise DataError(text, key="num_prompts", nearest=(most,))
 
     @property
     def max_prompt_length(self) -> int:

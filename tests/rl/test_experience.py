@@ -140,16 +140,12 @@ def test_mini_batches_resume_at_every_optimizer_step():
 
 
 def test_shuffle_depends_on_seed_rollout_epoch_and_model():
-    """Every seed, rollout, epoch and model has its own order, and the same ones have the same order."""
+    """Every seed, rollout, epoch and model has its own order, and always the same."""
     plan = plan_of(mini=12, epochs=3, critic=Training(mini_batch=Size(count=12, unit="prompts"), num_epochs=2))
     cases = [{}, {"seed": 1}, {"step": 0}, {"model": "critic"}]
     orders = [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
     assert len(set(orders)) == len(orders) == 3 * 3 + 2
-    assert orders == [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
-
-
-def test_the_order_is_fixed():
-    """That of seed 0 is the same in all versions of the libraries; without a seed it is that of generation."""
+    # That of seed 0 is the same in all versions of the libraries; without a seed it is that of generation.
     assert [row // 2 for row in rows_of(plan_of(), step=0)[0][::2]] == [8, 3, 5, 10]
     assert np.concatenate(rows_of(plan_of(epochs=1), seed=None)).tolist() == list(range(24))
 

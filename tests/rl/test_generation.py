@@ -28,15 +28,6 @@ def params_of_model():
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
 
 
-def from_whole_rows(found):
-    """Return the log-probabilities of the responses by a forward pass over the whole rows."""
-    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
-    expected = np.zeros_like(found.log_probabilities)
-    for row, (start, length) in enumerate(zip(found.prompt_length, found.response_length, strict=True)):
-        expected[row, :length] = log_p[row, start - 1 : start - 1 + length]
-    return expected
-
-
 @pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices.
@@ -46,11 +37,14 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)
     placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
     found = generate(MODEL, placed, PROMPTS, mesh=devices, **options)
-    np.testing.assert_allclose(found.log_probabilities, from_whole_rows(found), atol=1e-5)
+    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
     assert len(set(found.response_length.tolist())) > 1
     if mesh != "one":
         np.testing.assert_array_equal(found.tokens, generate(MODEL, params_of_model(), PROMPTS, **options).tokens)
-    for prompt, tokens, start, length in zip(PROMPTS, found.tokens, found.prompt_length, found.response_length, strict=True):
+    for row, (prompt, start, length) in enumerate(zip(PROMPTS, found.prompt_length, found.response_length, strict=True)):
+        tokens, whole = found.tokens[row], np.zeros(9)
+        whole[:length] = log_p[row, start - 1 : start - 1 + length]
+        np.testing.assert_allclose(found.log_probabilities[row], whole, atol=1e-5)
         response = tokens[start : start + length].tolist()
         assert tokens[:start].tolist() == prompt
         assert 2 not in response[:-1]

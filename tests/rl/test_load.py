@@ -30,14 +30,17 @@ def run(tmp_path_factory):
     return folder / "rl"
 
 
-def test_load_returns_the_policy(run):
-    """Configuration, model and parameters belong together: the model runs, and has the logits that generation sees."""
+def test_load_returns_the_policy(run, capsys):
+    """Configuration, model and parameters belong together: the model has the logits that generation and its command see."""
     loaded = rampup.load(run)
     assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (4, 9, 8)
     assert loaded.params is loaded.state["params"]
     logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
     best = int(logits[0, -1].argmax())
     assert loaded.generate("3+4=", 1, temperature=0) == ("" if best == 10 else bytes([best]).decode(errors="replace"))
+    assert main(["generate", str(run), "--prompt", "3+4=", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["text"]) == (4, loaded.generate("3+4=", 5, temperature=0))
 
 
 def test_a_response_ends_with_its_end_token(run):
@@ -47,13 +50,6 @@ def test_a_response_ends_with_its_end_token(run):
     end = next(letter for letter in whole if letter.isascii())
     assert dataclasses.replace(loaded, end_token=ord(end)).generate("3+4=", 40, seed=3) == whole.partition(end)[0]
     assert loaded.generate("3+4=", 40, seed=3) == whole.partition("\n")[0]
-
-
-def test_generate_command(run, capsys):
-    """`rampup generate` asks the policy."""
-    assert main(["generate", str(run), "--prompt", "3+4=", "--tokens", "5", "--temperature", "0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["text"]) == (4, rampup.load(run).generate("3+4=", 5, temperature=0))
 
 
 @pytest.mark.parametrize(

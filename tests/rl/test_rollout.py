@@ -99,9 +99,9 @@ def stored(samples, *, critic=False):
 def step_of(mesh, plan, *, arrays, **options):
     """Return a rollout step whose first rollout has the given samples."""
     options = RolloutOptions(max_prompt_length=P, max_response_length=R, beta=BETA, epsilon=EPSILON, **options)
-    critic = (critic_of(MODEL64, mesh), optax.sgd(RATE)) if plan.critic else None
-    reward = lambda prompts, responses: [0.0] * len(prompts)  # noqa: E731
-    step = rollout_step(MODEL64, optax.sgd(RATE), plan, mesh, reward=reward, options=options, critic=critic)
+    tx = optax.sgd(RATE)
+    critic = (critic_of(MODEL64, mesh), tx) if plan.critic else None
+    step = rollout_step(MODEL64, tx, plan, mesh, reward=lambda p, r: [0.0] * len(p), options=options, critic=critic)
     step._collect = lambda state, position, prompts: (arrays, Tally(groups=plan.prompts_per_step))
     return step
 
@@ -177,9 +177,15 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
 def test_ppo_learns():
     """The critic's loss on the samples of a rollout falls, and the reward, the share of token 3, rises from chance to most."""
     mesh, plan = mesh_of("one"), plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
-    reward = lambda prompts, responses: [response.count(3) / R for response in responses]  # noqa: E731
-    options, critic = RolloutOptions(max_prompt_length=P, max_response_length=R), (critic_of(MODEL, mesh), optax.adam(0.01))
-    step = rollout_step(MODEL, optax.adam(0.01), plan, mesh, reward=reward, options=options, critic=critic)
+    step = rollout_step(
+        MODEL,
+        optax.adam(0.01),
+        plan,
+        mesh,
+        reward=lambda prompts, responses: [response.count(3) / R for response in responses],
+        options=RolloutOptions(max_prompt_length=P, max_response_length=R),
+        critic=(critic_of(MODEL, mesh), optax.adam(0.01)),
+    )
     params = init(jax.random.key(0))
     state, lines = step.create_state(params, critic_params=critic_params(MODEL, params, mesh)), []
     prompts = [[number % 12, number % 5, 1] for number in range(8)]
@@ -504,6 +510,9 @@ def test_a_refill_without_end_is_an_error_and_loses_nothing():
         ({"mini": 2}, {"partial_step": "keep"}, "partial_step"),
         ({"mini": 2}, {"max_num_gen_batches": 0}, "max_num_gen_batches"),
         ({"mini": 2}, {"loss_agg_mode": "group-mean-token-mean", "keep_prompts_together": False}, "rl.loss_agg_mode"),
+        # Passes that cannot tell both parts of the noise apart.
+        ({"microbatch": SAMPLES[1]}, {"measure_gradient_noise": True}, "measure_gradient_noise"),
+        ({}, {"measure_gradient_noise": True, "keep_prompts_together": False}, "measure_gradient_noise"),
     ],
 )
 def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):

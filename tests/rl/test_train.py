@@ -47,18 +47,14 @@ def whole(one_device, tmp_path_factory):
     return folder / "whole", rl.train(config_of(folder, "whole", **WHOLE))
 
 
-class StoppedError(Exception):
-    """Ends a run from inside."""
-
-
 def train_until(config, step):
     """Train until a step's metrics are written, then fail as if the process had died."""
 
     def stop(event):
         if isinstance(event, StepDone) and event.step == step:
-            raise StoppedError
+            raise RuntimeError("stopped")
 
-    with pytest.raises(StoppedError):
+    with pytest.raises(RuntimeError, match="stopped"):
         rl.train(config, stop)
 
 
