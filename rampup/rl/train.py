@@ -120,7 +120,7 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
 
 
 class RolloutRun:
-    """A run, built once from its configuration. Nothing is written before it trains.
+    """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains.
 
     Raises:
         RampupError: the configuration cannot be run here.

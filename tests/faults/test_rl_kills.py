@@ -57,14 +57,14 @@ class RolloutCampaign(Campaign):
 
 TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
 SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
-MORE = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}]
+ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}]
 
 
 @pytest.mark.parametrize(
     ("kills", "rollouts", "sizes"),
     [
         *(pytest.param(2, 2, sizes, marks=pytest.mark.slow) for sizes in SIZES),
-        *(pytest.param(30, 12, sizes, marks=pytest.mark.faults) for sizes in MORE),
+        *(pytest.param(30, 12, sizes, marks=pytest.mark.faults) for sizes in ALL_SIZES),
     ],
     ids=str,
 )

@@ -238,8 +238,7 @@ def test_rollout_notes_about_dropped_prompts():
     notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
     assert "4 prompts do not fill a last batch_size=32" in notes
     assert "29 prompts of an evaluation" in notes
-    clean = RolloutConfig()
-    assert rollout_notes(clean, build_rollout_plan(clean, 4)) == ()
+    assert rollout_notes(RolloutConfig(), build_rollout_plan(RolloutConfig(), 4)) == ()
 
 
 def test_load_rejects_the_other_kind_of_file():

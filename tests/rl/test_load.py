@@ -52,14 +52,11 @@ def test_a_response_ends_with_its_end_token(run):
     assert loaded.generate("3+4=", 40, seed=3) == whole.partition("\n")[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"dataset_type": "tokens"}, "a tokenizer that rampup does not know made its tokens"), ({}, "from 1 to")],
-)
-def test_generate_says_why_it_cannot(run, settings, words):
-    """A model without text, and an argument out of range, each by its own rule."""
+def test_generate_says_why_it_cannot(run):
+    """An argument out of range, and a model without text, each by its own rule."""
     loaded = rampup.load(run)
-    if settings:
-        loaded = dataclasses.replace(loaded, config=rampup.Config(**settings, grain_train_files="x"))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match="from 1 to"):
         loaded.generate("3+4=", 0)
+    config = rampup.Config(dataset_type="tokens", grain_train_files="x")
+    with pytest.raises(ConfigError, match="a tokenizer that rampup does not know made its tokens"):
+        dataclasses.replace(loaded, config=config).generate("3+4=", 5)

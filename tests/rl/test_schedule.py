@@ -21,8 +21,7 @@ def test_schedule_counts_every_optimizer_step_once():
         critic_num_iterations=1,
     )
     schedule = build_rollout_schedule(config, 1)
-    seen, samples = {"policy": 0, "critic": 0}, 0
-    position = 0
+    seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
     for rollout, (batch, responses) in enumerate([(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]):
         for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
             for update in range(updates):

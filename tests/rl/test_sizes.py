@@ -11,11 +11,10 @@ from rampup.rl.sizes import BYTES, MAX_SAMPLES, Experience, Size, Training, spli
 
 def test_samples_of_every_unit_and_scope():
     """Prompts count their responses, and sizes per replica or process count all replicas."""
-    for unit, scope, samples in (
-        *(("prompts", "job", 15), ("samples", "job", 3), ("prompts", "replica", 60)),
-        *(("samples", "replica", 12), ("samples", "process", 12)),
-    ):
-        assert Size(count=3, unit=unit, scope=scope).samples(samples_per_prompt=5, data_parallel_size=4) == samples
+    factors = {"samples_per_prompt": 5, "data_parallel_size": 4}
+    for scope, prompts, samples in (("job", 15, 3), ("replica", 60, 12), ("process", 60, 12)):
+        assert Size(count=3, unit="prompts", scope=scope).samples(**factors) == prompts
+        assert Size(count=3, unit="samples", scope=scope).samples(**factors) == samples
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, True, 1.5, "3", None])

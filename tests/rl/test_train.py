@@ -142,9 +142,8 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
     settings |= {"max_prompt_length": 4, "max_response_length": 3}
     settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path), "zero_spread_groups": "drop"} | sizes
     for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
-        own = settings | {"run_name": name, "num_batches": batches}
-        logs = tmp_path / f"logs_{name}{batches}"
-        processes.run_all(train_together, [(process, number, port, own) for process in range(number)], logs)
+        jobs = [(n, number, port, settings | {"run_name": name, "num_batches": batches}) for n in range(number)]
+        processes.run_all(train_together, jobs, tmp_path / f"logs_{name}{batches}")
     one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
     assert len({line["num_prompts"] for line in one}) > 1 or settings["zero_spread_groups"] == "refill"
