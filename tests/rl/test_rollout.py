@@ -125,9 +125,7 @@ def by_hand(params, arrays, rows, mode):
             "token-mean": 1 / lengths[rows].sum(),
             "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / r,
-            "group-mean-token-mean": 1
-            / len({i // 2 for i in rows})
-            / sum(lengths[i] for i in {row // 2 * 2, row // 2 * 2 + 1}),
+            "group-mean-token-mean": 1 / len({i // 2 for i in rows}) / sum(lengths[row // 2 * 2 : row // 2 * 2 + 2]),
         }
         for number in range(r if n else 0):
             place = n - r + number
