@@ -19,9 +19,8 @@ from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
-from rampup.config.schema import head_problems, keys_for_alias
+from rampup.config.schema import ModelKeys, head_problems, keys_for_alias
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.per_device import AUTO_SCHEDULE
 from rampup.plan.ramp import parse_schedule
@@ -235,38 +234,30 @@ class RolloutConfig(Settings):
         return self.prompts_used * self.num_epoch // self.batch_size
 
     @property
-    def eval_prompts(self) -> int:
-        """Prompts of one evaluation: the full batches from test_batch_start_index on."""
-        size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
-        return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
+    def eval_batch(self) -> int:
+        """Prompts of one evaluation batch."""
+        return self.batch_size if self.eval_batch_size == AUTO else self.eval_batch_size
 
     @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.base_num_query_heads if self.base_num_kv_heads == AUTO else self.base_num_kv_heads
+    def eval_prompts(self) -> int:
+        """Prompts of one evaluation: the full batches from test_batch_start_index on."""
+        size = self.eval_batch
+        return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
+
+    num_kv_heads = ModelKeys.num_kv_heads
 
     def _contradictions(self) -> list[RampupError]:
         sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
         given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) != AUTO]
         problems: list[RampupError] = []
         if len(given) > 1:
-            problems.append(
-                ConfigError(
-                    f"{' and '.join(given)} all set the size of a pass; set all but one of them to -1",
-                    key=given[1].partition("=")[0],
-                    nearest=(AUTO,),
-                )
-            )
+            text = f"{' and '.join(given)} all set the size of a pass; set all but one of them to -1"
+            problems.append(ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,)))
         largest = self.num_generations * (self.max_prompt_length + self.max_response_length)
         if AUTO != self.token_batch_size < largest:
-            problems.append(
-                ConfigError(
-                    f"token_batch_size={self.token_batch_size} must have room for one prompt: rl.num_generations * "
-                    f"(max_prompt_length + max_response_length) = {largest:,} tokens",
-                    key="token_batch_size",
-                    nearest=(largest,),
-                )
-            )
+            text = f"token_batch_size={self.token_batch_size} must have room for one prompt: rl.num_generations * "
+            text += f"(max_prompt_length + max_response_length) = {largest:,} tokens"
+            problems.append(ConfigError(text, key="token_batch_size", nearest=(largest,)))
         if self.is_auto:
             # A step is one optimizer step of each model and epoch, whatever its prompts, and its size is that of the noise.
             needed = {"measure_gradient_noise": True, "rl.num_generations_schedule": None}
@@ -277,41 +268,29 @@ class RolloutConfig(Settings):
                     text = f"rl.batch_size_schedule={self.batch_size_schedule!r} follows the noise, and needs {name}={shown}; "
                     problems.append(ConfigError(f"{text}it is {found}", key=name, nearest=(value,)))
         if self.num_steps < 1:
-            problems += self._too_few_prompts()
+            # The keys that leave fewer prompts than one batch: of the run, of the data set, or both.
+            minimum, enough = -(-self.batch_size // self.num_epoch), dict[str, Any]()
+            if self.num_prompts is not None and self.num_prompts < minimum:
+                enough["num_prompts"] = minimum
+            if self.num_batches * self.batch_size * self.train_fraction < minimum:
+                batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
+                fraction = to_yaml_number(Fraction(minimum, self.num_batches * self.batch_size))
+                enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
+            for key, value in enough.items():
+                text = (
+                    f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
+                )
+                text += f"fill a batch_size={self.batch_size}; nearest: {value}"
+                problems.append(ConfigError(text, key=key, nearest=(value,)))
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
-            size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
-            most = (self.num_test_batches - 1) * size
-            problems.append(
-                ConfigError(
-                    f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} "
-                    f"* {size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation",
-                    key="test_batch_start_index",
-                    nearest=(most,),
-                )
+            size, most = self.eval_batch, (self.num_test_batches - 1) * self.eval_batch
+            text = (
+                f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
             )
+            text += f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation"
+            problems.append(ConfigError(text, key="test_batch_start_index", nearest=(most,)))
         return problems
-
-    def _too_few_prompts(self) -> list[RampupError]:
-        """Return errors for the keys that leave fewer prompts than one batch: of the run, of the data set, or both."""
-        minimum = -(-self.batch_size // self.num_epoch)
-        requested = self.num_batches * self.batch_size * self.train_fraction
-        enough: dict[str, int | float | str] = {}
-        if self.num_prompts is not None and self.num_prompts < minimum:
-            enough["num_prompts"] = minimum
-        if requested < minimum:
-            batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
-            fraction = to_yaml_number(Fraction(minimum, self.num_batches * self.batch_size))
-            enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
-        return [
-            ConfigError(
-                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
-                f"fill a batch_size={self.batch_size}; nearest: {value}",
-                key=key,
-                nearest=(value,),
-            )
-            for key, value in enough.items()
-        ]
 
 
 ROLLOUT_KEYS = RolloutConfig.keys()
@@ -363,14 +342,54 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
+
+    def prompts(*names: str) -> Size | None:
+        """Return the first of some sizes in prompts that is set."""
+        found = (Size(count=count, unit="prompts", key=name) for name in names if (count := getattr(config, name)) != AUTO)
+        return next(found, None)
+
+    mini_batch, microbatch = prompts("mini_batch_size", "batch_size"), prompts("train_micro_batch_size")
+    for name, unit in (("microbatch_size", "samples"), ("token_budget", "tokens")):
+        if (count := getattr(config, name)) != AUTO:
+            microbatch = Size(count=count, unit=unit, scope="replica", key=name)
     try:
-        return _plan(config, mesh_axes(config, num_devices))
+        axes = mesh_axes(config, num_devices)
+        policy = Training(
+            mini_batch=mini_batch,
+            microbatch=microbatch,
+            data_parallel_size=axes.data_parallel_size,
+            num_epochs=config.num_iterations,
+            num_stages=axes.pipeline,
+        )
+        critic = replace(
+            policy,
+            mini_batch=prompts("critic_mini_batch_size") or mini_batch,
+            microbatch=prompts("critic_train_micro_batch_size") or microbatch,
+            num_epochs=config.num_iterations if config.critic_num_iterations == AUTO else config.critic_num_iterations,
+        )
+        return RolloutPlan(
+            rollout_batch=prompts("batch_size"),
+            samples_per_prompt=config.num_generations,
+            policy=policy,
+            critic=critic if config.enable_critic else None,
+            generation=prompts("rollout_micro_batch_size", "train_micro_batch_size") or mini_batch,
+            num_steps=config.num_steps,
+            pad=config.pad_microbatches,
+            eval_prompts=config.eval_prompts,
+            eval_samples_per_prompt=config.eval_num_generations,
+            experience=Experience(
+                max_prompt_length=config.max_prompt_length,
+                max_response_length=config.max_response_length,
+                reference=config.enable_reference_policy,
+                token_dtype=config.token_dtype,
+                value_dtype=config.experience_dtype,
+            ),
+        )
     except RampupError as error:
         for problem in error.problems or (error,):
             if problem.key and (place := config.where(problem.key)) != "default":
                 problem.args = (f"{problem} [{problem.key}: {place}]",)
         raise_together(error.problems or (error,))
-        raise
 
 
 def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None) -> RolloutSchedule:
@@ -390,7 +409,28 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
         ([(0, 64), (5, 128)], 9)
     """
     problems: list[RampupError] = []
-    growth = {name: _growth(config, name, problems) for name in ("batch_size", "num_generations")}
+    growth: dict[str, dict[int, int]] = {}  # of each size, by the first step that has it
+    for name in ("batch_size", "num_generations"):
+        text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
+        growth[name] = {0: largest}
+        if text is None:
+            continue
+        key, is_auto, rule = f"rl.{name}_schedule", name == "batch_size" and config.is_auto, ""
+        try:
+            pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
+            steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
+            if is_auto and len(pairs) > 1:
+                rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
+            elif steps[0] != 0 or sorted(set(steps)) != steps:
+                rule = " must start at step 0, and its steps must increase"
+            elif min(sizes) < 1 or max(sizes) > largest:
+                size = f"rl.{name}" if name == "num_generations" else name
+                rule = f" must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
+            growth[name] = dict(pairs)
+        except RampupError as error:
+            rule = ": write the first size before auto, such as '0:8 auto'" if is_auto else f": {error}"
+        if rule:
+            problems.append(ConfigError(f"{key}={text!r}{rule}", key=key))
     raise_together(problems)
     wanted = []
     for first in sorted({step for pairs in growth.values() for step in pairs}):
@@ -420,33 +460,6 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
     return schedule
 
 
-def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> dict[int, int]:
-    """Return a size by the first step that has it; append an error for a schedule that is none."""
-    text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
-    if text is None:
-        return {0: largest}
-    key, is_auto = f"rl.{name}_schedule", name == "batch_size" and config.is_auto
-    try:
-        pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
-    except RampupError as error:
-        rule = "write the first size before auto, such as '0:8 auto'" if is_auto else str(error)
-        problems.append(ConfigError(f"{key}={text!r}: {rule}", key=key))
-        return {0: largest}
-    steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
-    rule = ""
-    if is_auto and len(pairs) > 1:
-        rule = f"must have one pair before auto, such as '0:{sizes[0]} auto'"
-    elif steps[0] != 0 or sorted(set(steps)) != steps:
-        rule = "must start at step 0, and its steps must increase"
-    elif min(sizes) < 1 or max(sizes) > largest:
-        size = f"rl.{name}" if name == "num_generations" else name
-        rule = f"must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
-    if rule:
-        problems.append(ConfigError(f"{key}={text!r} {rule}", key=key))
-        return {0: largest}
-    return dict(pairs)
-
-
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that drop data or differ from MaxText RL."""
     notes = []
@@ -463,10 +476,9 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
             notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")
     if config.is_auto:
         notes.append(f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most")
-    size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
-    lost = (config.num_test_batches * size - config.test_batch_start_index) % size
+    lost = (config.num_test_batches * config.eval_batch - config.test_batch_start_index) % config.eval_batch
     if config.num_test_batches and lost:
-        notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {size:,} and are left out")
+        notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {config.eval_batch:,} and are left out")
     maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
     if maxtext_steps != plan.total_optimizer_steps and not grows:
         notes.append(
@@ -474,52 +486,6 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
             f"{maxtext_steps:,}"
         )
     return tuple(notes)
-
-
-def _plan(config: RolloutConfig, axes: MeshAxes) -> RolloutPlan:
-    def prompts(*names: str) -> Size | None:
-        """Return the first of some sizes in prompts that is set."""
-        found = (Size(count=count, unit="prompts", key=name) for name in names if (count := getattr(config, name)) != AUTO)
-        return next(found, None)
-
-    mini_batch = prompts("mini_batch_size", "batch_size")
-    assert mini_batch is not None
-    microbatch = prompts("train_micro_batch_size")
-    if config.microbatch_size != AUTO:
-        microbatch = Size(count=config.microbatch_size, unit="samples", scope="replica", key="microbatch_size")
-    elif config.token_budget != AUTO:
-        microbatch = Size(count=config.token_budget, unit="tokens", scope="replica", key="token_budget")
-    policy = Training(
-        mini_batch=mini_batch,
-        microbatch=microbatch,
-        data_parallel_size=axes.data_parallel_size,
-        num_epochs=config.num_iterations,
-        num_stages=axes.pipeline,
-    )
-    critic = replace(
-        policy,
-        mini_batch=prompts("critic_mini_batch_size") or mini_batch,
-        microbatch=prompts("critic_train_micro_batch_size") or microbatch,
-        num_epochs=config.num_iterations if config.critic_num_iterations == AUTO else config.critic_num_iterations,
-    )
-    return RolloutPlan(
-        rollout_batch=Size(count=config.batch_size, unit="prompts", key="batch_size"),
-        samples_per_prompt=config.num_generations,
-        policy=policy,
-        critic=critic if config.enable_critic else None,
-        generation=prompts("rollout_micro_batch_size", "train_micro_batch_size") or mini_batch,
-        num_steps=config.num_steps,
-        pad=config.pad_microbatches,
-        eval_prompts=config.eval_prompts,
-        eval_samples_per_prompt=config.eval_num_generations,
-        experience=Experience(
-            max_prompt_length=config.max_prompt_length,
-            max_response_length=config.max_response_length,
-            reference=config.enable_reference_policy,
-            token_dtype=config.token_dtype,
-            value_dtype=config.experience_dtype,
-        ),
-    )
 
 
 # By default nothing is split, so that a file of a few keys has no mini batches unless it sets them; rl.yml shows some.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
 from rampup.rl.packing import PackedMicrobatches
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import AGGREGATIONS
@@ -37,15 +37,11 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
     try:
         values = list(found)
     except TypeError:
-        raise DataError(
-            f"{where} returned {found!r:.80} and not a sequence of {len(prompts)} numbers, one per sample", key="reward"
-        ) from None
+        text = f"{where} returned {found!r:.80} and not a sequence of {len(prompts)} numbers, one per sample"
+        raise DataError(text, key="reward") from None
     if len(values) != len(prompts):
-        raise DataError(
-            f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample",
-            key="reward",
-            nearest=(len(prompts),),
-        )
+        text = f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample"
+        raise DataError(text, key="reward", nearest=(len(prompts),))
     rewards = np.zeros(len(values), np.float32)
     for number, value in enumerate(values):
         try:
@@ -54,11 +50,8 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
         except (TypeError, ValueError, OverflowError):
             rewards[number] = np.nan
         if not np.isfinite(rewards[number]):
-            raise DataError(
-                f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
-                f"{responses[number]!r:.80}); a reward is a finite number",
-                key="reward",
-            )
+            text = f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
+            raise DataError(f"{text}{responses[number]!r:.80}); a reward is a finite number", key="reward")
     return rewards
 
 
@@ -76,12 +69,11 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
     """
     if samples_per_prompt < 2:
-        raise ConfigError(
+        text = (
             f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
-            "set rl.num_generations=2 or more, or enable_critic=true",
-            key="rl.num_generations",
-            nearest=(2,),
         )
+        text += "set rl.num_generations=2 or more, or enable_critic=true"
+        raise ConfigError(text, key="rl.num_generations", nearest=(2,))
     groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
     spread = groups.std(axis=1, ddof=1, keepdims=True)
     return ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON)).ravel().astype(np.float32)
@@ -131,26 +123,17 @@ def generalized_advantages(
 
 
 class Tally(NamedTuple):
-    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths.
+    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths."""
 
-    Attributes:
-        groups: prompts that the rollout trains on, whose samples are the first rows of the experience.
-        carried: prompts that wait for the next rollout, in the rows after them.
-        dropped: prompts whose samples this rollout had, and neither trains on nor carries.
-        prompts, samples: prompts and samples that the run has generated.
-        zero_spread: share of the prompts of this rollout's generation whose rewards are all equal; NaN without one.
-        reward, spread: mean reward of this rollout's generation, and mean standard deviation of the rewards of a prompt; NaN
-            without one.
-    """
-
-    groups: float = 0
-    carried: float = 0
-    dropped: float = 0
-    prompts: float = 0
-    samples: float = 0
-    zero_spread: float = np.nan
-    reward: float = np.nan
-    spread: float = np.nan
+    groups: float = 0  # prompts that the rollout trains on, whose samples are the first rows of the experience
+    carried: float = 0  # prompts that wait for the next rollout, in the rows after them
+    dropped: float = 0  # prompts whose samples this rollout had, and neither trains on nor carries
+    prompts: float = 0  # prompts that the run has generated
+    samples: float = 0  # their samples
+    # Of this rollout's generation; NaN without one.
+    zero_spread: float = np.nan  # share of the prompts whose rewards are all equal
+    reward: float = np.nan  # mean reward
+    spread: float = np.nan  # mean standard deviation of the rewards of a prompt
 
     def to_words(self) -> np.ndarray:
         """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the types of JAX are."""
@@ -194,17 +177,11 @@ def divide_groups(
 
 
 class MiniBatch(NamedTuple):
-    """The samples of one optimizer step.
+    """The samples of one optimizer step."""
 
-    Attributes:
-        update: the optimizer step within the rollout.
-        epoch: the pass over the rollout's samples.
-        rows: the indices of its samples among the rollout's samples, in order.
-    """
-
-    update: int
-    epoch: int
-    rows: np.ndarray
+    update: int  # the optimizer step within the rollout
+    epoch: int  # the pass over the rollout's samples
+    rows: np.ndarray  # the indices of its samples among the rollout's samples, in order
 
 
 def mini_batches(
@@ -255,16 +232,14 @@ def mini_batches(
             raise ResumeMismatchError(text, key=name, nearest=(0 if value < 0 else last,))
     group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
     if updates.mini_batch_samples % group:
-        raise ConfigError(
+        text = (
             f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
-            "a prompt; set keep_prompts_together=False or count mini batches in prompts",
-            key="keep_prompts_together",
-            nearest=(False,),
         )
+        text += "a prompt; set keep_prompts_together=False or count mini batches in prompts"
+        raise ConfigError(text, key="keep_prompts_together", nearest=(False,))
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-        raise ConfigError(
-            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None", key="seed", nearest=(0,)
-        )
+        text = f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
+        raise ConfigError(text, key="seed", nearest=(0,))
 
     samples = plan.samples_per_step if num_prompts is None else num_prompts * plan.samples_per_prompt
 
@@ -309,11 +284,7 @@ def loss_rows(
         ([[8, 9, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
     """
     if loss_agg_mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"rl.loss_agg_mode={loss_agg_mode!r} must be one of {', '.join(AGGREGATIONS)}",
-            key="rl.loss_agg_mode",
-            nearest=AGGREGATIONS,
-        )
+        raise choice_error("rl.loss_agg_mode", loss_agg_mode, AGGREGATIONS)
     tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
     chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
     tokens_BT = tokens_ST[chosen]

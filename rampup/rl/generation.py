@@ -64,11 +64,6 @@ class Sampling:
         raise_together(problems)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether all responses to a prompt are equal."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
     def values(self) -> tuple[np.float32, np.int32, np.float32]:
         """The numbers as arguments of a compiled program, which serves any of them."""
         return np.float32(self.temperature), np.int32(self.top_k), np.float32(self.top_p)
@@ -87,13 +82,12 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt_length: int) -> tup
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
-            longer = f" or set max_prompt_length={lengths.max()}" if length else ""
-            raise DataError(
+            nearest = (int(lengths.max()),) if length else ()
+            text = (
                 f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; leave "
-                f"it out{longer}",
-                key="max_prompt_length",
-                nearest=(int(lengths.max()),) if length else (),
             )
+            text += f"it out or set max_prompt_length={nearest[0]}" if nearest else "it out"
+            raise DataError(text, key="max_prompt_length", nearest=nearest)
     tokens = np.full((len(prompts), max_prompt_length), PAD, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -177,7 +171,6 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
             if cache is None:
                 logits_BV = _logits_at(policy, params, tokens_BT, length_B + number)
             else:
-                assert policy.decode is not None
                 logits_BV, cache = policy.decode(params, cache, token_B, length_B + number)
             return (tokens_BT, logits_BV, cache, ended_B), (jnp.where(counts_B, log_p_B, 0), counts_B)
 

@@ -101,9 +101,8 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
     if "segments" not in rows:
         return policy.logits(params, rows["tokens"])
     if policy.packed is None:
-        raise ConfigError(
-            "token_budget packs several samples into a row, which this model has no function for", key="token_budget"
-        )
+        text = "token_budget packs several samples into a row, which this model has no function for"
+        raise ConfigError(text, key="token_budget")
     return policy.packed(params, rows["tokens"], rows["positions"], rows["segments"])
 
 

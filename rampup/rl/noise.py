@@ -58,6 +58,7 @@ from rampup.rl.schedule import RolloutSchedule
 LAYOUT, FACTS = "layout", "layout_facts"
 RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
+_PARTS = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
 UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
 # Entry of a checkpoint's record: first rollout, prompts generated before it, and size of every phase so far.
 PROMPT_ROWS = "prompt_rows"
@@ -91,19 +92,19 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
 
 @dataclass(slots=True)
 class _Means:
-    """Weighted means of a vector over steps, and the covariance of these means; see `rampup.NoiseScale` for the recurrences."""
+    """Weighted means over steps of S, |g|^2 and the numbers of `block_facts`, and the covariance of these means.
 
-    size: int
+    See `rampup.NoiseScale` for the recurrences.
+    """
+
     total: float = 0.0
     total_squared: float = 0.0
-    mean: Any = None
-    covariance: Any = None
+    mean: np.ndarray = field(default_factory=lambda: np.zeros(7))
+    covariance: np.ndarray = field(default_factory=lambda: np.zeros((7, 7)))
 
     def update(self, x: np.ndarray, weight: float, decay: float) -> None:
         before = decay * self.total
         self.total, self.total_squared = before + weight, decay**2 * self.total_squared + weight**2
-        if self.mean is None:
-            self.mean, self.covariance = np.zeros(self.size), np.zeros((self.size, self.size))
         if not weight:
             return
         h, difference = weight / self.total, x - self.mean
@@ -119,7 +120,7 @@ class _Means:
 
 @dataclass(slots=True, kw_only=True)
 class PromptNoise:
-    """Running averages of the noise of RL gradients, and its two parts with 90% intervals.
+    """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals.
 
     Attributes:
         half_life_samples: samples after which a step counts half.
@@ -130,13 +131,12 @@ class PromptNoise:
         ...     k = 4.0 if step % 2 else 1.0
         ...     noise.update(step % 2, samples=50, weight=50.0, trace=10 + 2 * k + rng.normal(), square=1.4 + rng.normal() / 9,
         ...         facts=np.array([k, 0.1, 0.02, 1.0, 1.0]))
-        >>> [round(part.value) for part in (noise.between, noise.within, noise.scale(5))]
+        >>> [round(part.value) for part in noise.estimates(5)]
         [2, 10, 4]
     """
 
     half_life_samples: float
-    # By the layout of the steps: S, |g|^2, and the numbers of `block_facts`.
-    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(7), _Means(7)))
+    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
 
     def update(
         self, layout: int, *, samples: int, weight: float, trace: float, square: float, facts: Sequence[float] | np.ndarray
@@ -159,24 +159,23 @@ class PromptNoise:
     @property
     def state(self) -> dict[str, Any]:
         """The averages as JSON values, for a checkpoint."""
-        return {
-            "means": [
-                [m.total, m.total_squared, *([] if m.mean is None else [m.mean.tolist(), m.covariance.tolist()])]
-                for m in self.means
-            ]
-        }
+        return {"means": [[m.total, m.total_squared, m.mean.tolist(), m.covariance.tolist()] for m in self.means]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], half_life_samples: float) -> Self:
         """Return the averages of `state`."""
-        found = [_Means(7, total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"]]
-        return cls(half_life_samples=half_life_samples, means=(found[0], found[1]))
+        one, two = (_Means(total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"])
+        return cls(half_life_samples=half_life_samples, means=(one, two))
 
-    def _solved(self) -> tuple[np.ndarray, np.ndarray, float] | None:
-        """Return (u B, s / w, |G|^2), their covariance, and the degrees of freedom."""
+    def estimates(self, responses: int) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
+        """Return both parts of the noise, and the noise scale in prompts for a number of responses per prompt.
+
+        The first part is u B, the variance of a prompt's gradient over infinitely many responses, as the weights of prompts
+        make it count. The second is s / w, the variance of the gradient of a response to a given prompt.
+        """
         one, two = self.means
         if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[2] - two.mean[2]) < 1e-9 * abs(one.mean[2]):
-            return None
+            return UNKNOWN, UNKNOWN, UNKNOWN
         k, shares = (one.mean[2], two.mean[2]), np.array([one.total, two.total]) / (one.total + two.total)
         share, inverse, per_response, unequal = (float(shares @ [one.mean[n], two.mean[n]]) for n in (3, 4, 5, 6))
         # Of the means of S in both layouts, then of |g|^2 in both.
@@ -190,50 +189,26 @@ class PromptNoise:
         residuals = np.array([[1, 0, -B, 0, 0, 0, 0], [0, 1, 0, -B, -s, 0, 0]])
         for number, means in enumerate(self.means):
             covariance[number::2, number::2] = residuals @ means.covariance @ residuals.T
-        found = matrix @ measured
-        return found, matrix @ covariance @ matrix.T, one.effective + two.effective - 2
-
-    def _part(self, place: int) -> NoiseEstimate:
-        if (solved := self._solved()) is None:
-            return UNKNOWN
-        found, covariance, freedom = solved
-        value, spread = found[place], student(freedom) * math.sqrt(max(covariance[place, place], 0.0))
-        value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
-        return NoiseEstimate(value=value, low=low, high=high)
-
-    @property
-    def between(self) -> NoiseEstimate:
-        """The variance u B of a prompt's gradient over infinitely many responses, as the weights of prompts make it count."""
-        return self._part(0)
-
-    @property
-    def within(self) -> NoiseEstimate:
-        """The variance s / w of the gradient of a response to a given prompt."""
-        return self._part(1)
-
-    def scale(self, responses: int) -> NoiseEstimate:
-        """Return the noise scale in prompts, for a number of responses per prompt."""
-        if (solved := self._solved()) is None:
-            return UNKNOWN
-        found, covariance, freedom = solved
+        # Of u B, s / w and |G|^2.
+        found, covariance, freedom = matrix @ measured, matrix @ covariance @ matrix.T, one.effective + two.effective - 2
+        parts = []
+        for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
+            spread = student(freedom) * math.sqrt(max(variance, 0.0))
+            value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
+            parts.append(NoiseEstimate(value=value, low=low, high=high))
         row = np.array([1, 1 / responses, 0])
-        values, noise = (float(row @ found), float(found[2])), covariance @ row
-        return fieller(*values, float(row @ noise), float(covariance[2, 2]), float(noise[2]), freedom)
+        scale, noise = float(row @ found), covariance @ row
+        variances = float(row @ noise), float(covariance[2, 2]), float(noise[2])
+        return parts[0], parts[1], fieller(scale, float(found[2]), *variances, freedom)
 
 
-def size_advice(
-    between: NoiseEstimate,
-    within: NoiseEstimate,
-    scale: NoiseEstimate,
-    *,
-    responses: int,
-    cost_per_prompt: float = 0.0,
-    reuse: int = 1,
+def advice_from_line(
+    line: Mapping[str, Any], *, responses: int, cost_per_prompt: float = 0.0, reuse: int = 1
 ) -> dict[str, Any]:
-    """Return how many prompts and responses are worth it, as `rampup design` prints them.
+    """Return how many prompts and responses are worth it by a line of metrics.jsonl, as `rampup design` prints them.
 
     Args:
-        between, within, scale: from `PromptNoise`, with the noise scale for `responses` and one update per sample.
+        line: has the estimates of `PromptNoise`, with the noise scale for `responses` and one update per sample.
         responses: responses per prompt now.
         cost_per_prompt: the cost of a prompt in units of that of one response.
         reuse: updates on the same samples.
@@ -241,9 +216,18 @@ def size_advice(
     Returns:
         The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
         one noise scale, and their cost relative to now.
+
+    Raises:
+        DataError: the line has no noise.
     """
+    if line.get(_PARTS[0]) is None:
+        text = "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps"
+        raise DataError(text, key="measure_gradient_noise", nearest=(True,))
+    between, within, scale = (
+        NoiseEstimate(**{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}) for name in _PARTS
+    )
     now, rows, best = _times(reuse, scale), [], None
-    if between.value is not None and within.value is not None and between.value + within.value > 0:
+    if within.value is not None and between.value + within.value > 0:
         B, s = between.value, within.value
         best = None if B == 0 else max(2.0, math.sqrt(cost_per_prompt * s / B))
         for number in sorted({responses, *RESPONSES}):
@@ -251,9 +235,8 @@ def size_advice(
             cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
             size = None if now.value is None else now.value * prompts
             rows.append({"num_generations": number, "prompts": size, "relative_prompts": prompts, "relative_cost": cost})
-    estimates = {"noise_between_prompts": between, "noise_within_prompts": within, "noise_scale_prompts": now}
     return {
-        **{name: {end: getattr(x, end) for end in _ENDS} for name, x in estimates.items()},
+        **{name: {end: getattr(x, end) for end in _ENDS} for name, x in zip(_PARTS, (between, within, now), strict=True)},
         "num_generations": responses,
         "reuse": reuse,
         "best_num_generations": best,
@@ -263,23 +246,6 @@ def size_advice(
 
 def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
     return NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
-
-
-def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
-    """Return the advice of a line of metrics.jsonl; see `size_advice`.
-
-    Raises:
-        DataError: the line has no noise.
-    """
-    names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
-    if line.get(names[0]) is None:
-        raise DataError(
-            "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps",
-            key="measure_gradient_noise",
-            nearest=(True,),
-        )
-    found = (NoiseEstimate(**{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}) for name in names)
-    return size_advice(*found, **sizes)
 
 
 class AutoPrompts(Component):
@@ -332,7 +298,7 @@ class PromptNoiseAverages(Component):
     @property
     def scale(self) -> NoiseEstimate:
         """The noise scale in prompts, in the Euclidean geometry."""
-        return self.noises[""].scale(self.responses) if "" in self.noises else UNKNOWN
+        return self.noises[""].estimates(self.responses)[2] if "" in self.noises else UNKNOWN
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
@@ -357,12 +323,8 @@ class PromptNoiseAverages(Component):
             square = squared_norm + trace / weight if weight else math.nan
             step = {"samples": line["global_batch_size"], "weight": counted, "trace": trace, "square": square}
             own.update(int(noise[LAYOUT]), facts=noise[FACTS], **step)
-            estimates = {"between_prompts": own.between, "within_prompts": own.within}
-            estimates["scale_prompts"] = own.scale(self.responses)
-            for name, estimate in estimates.items():
+            for name, estimate in zip(_PARTS, own.estimates(self.responses), strict=True):
                 for end in _ENDS:
                     value = getattr(estimate, end)
-                    found[f"{prefix}noise_{name}" + f"_{end}" * (end != "value")] = (
-                        None if value is None else finite_or_none(value)
-                    )
+                    found[f"{prefix}{name}" + f"_{end}" * (end != "value")] = None if value is None else finite_or_none(value)
         return found

@@ -26,19 +26,14 @@ MAX_EMPTY = 10**6
 class PackedMicrobatches:
     """Sequences in microbatches of a few static shapes, with the same number of microbatches on every replica.
 
-    Attributes:
-        lengths: tokens of each sequence.
-        token_budget: the maximum number of tokens in a microbatch.
-        ladder: the allowed shapes in tokens, ascending.
-        microbatch_shapes: the shape of microbatch j in tokens. The same on every replica, which run one program.
-        replicas: `replicas[r][j]` has the indices of the sequences in microbatch j of replica r. It is empty, so all padding,
-            only if there are fewer sequences than microbatches.
+    `replicas[r][j]` has the indices of the sequences in microbatch j of replica r. It is empty, so all padding, only if there
+    are fewer sequences than microbatches.
     """
 
-    lengths: tuple[int, ...]
-    token_budget: int
-    ladder: tuple[int, ...]
-    microbatch_shapes: tuple[int, ...]
+    lengths: tuple[int, ...]  # tokens of each sequence
+    token_budget: int  # the maximum number of tokens in a microbatch
+    ladder: tuple[int, ...]  # the allowed shapes in tokens, ascending
+    microbatch_shapes: tuple[int, ...]  # the shape of microbatch j in tokens. The same on every replica, which run one program.
     replicas: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
@@ -122,23 +117,17 @@ def pack(lengths: Sequence[int], token_budget: int, ladder: Sequence[int], *, nu
     _check_count(num_replicas, "num_replicas")
     if too_long := [index for index, length in enumerate(values) if length > token_budget]:
         others = f" (and {len(too_long) - 1:,} more)" if len(too_long) > 1 else ""
-        raise ConfigError(
-            f"lengths[{too_long[0]}]={values[too_long[0]]:,} tokens{others} exceeds token_budget={token_budget:,}, and a "
-            f"sequence is never split; nearest token_budget: {max(values):,}, or leave the sequence out",
-            key="token_budget",
-            nearest=[max(values)],
-        )
+        text = f"lengths[{too_long[0]}]={values[too_long[0]]:,} tokens{others} exceeds token_budget={token_budget:,}, and a "
+        text += f"sequence is never split; nearest token_budget: {max(values):,}, or leave the sequence out"
+        raise ConfigError(text, key="token_budget", nearest=[max(values)])
     order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
     # Best-fit opens a microbatch only if no other has room, so any two of them have more than one budget together.
     most = min(len(values), 2 * sum(values) // token_budget + 1)
     filled = [members for members in _best_fit(values, order, [token_budget] * most) or () if members]
     num_microbatches = -(-len(filled) // num_replicas)
     if num_microbatches * num_replicas - len(values) > MAX_EMPTY:
-        raise ConfigError(
-            f"num_replicas={num_replicas:,} gives {num_microbatches * num_replicas:,} microbatches for {len(values):,} "
-            f"sequences; at most {MAX_EMPTY:,} may be empty",
-            key="num_replicas",
-        )
+        text = f"num_replicas={num_replicas:,} gives {num_microbatches * num_replicas:,} microbatches for {len(values):,} "
+        raise ConfigError(f"{text}sequences; at most {MAX_EMPTY:,} may be empty", key="num_replicas")
     shape = rungs, num_microbatches, num_replicas
     on_rungs = _pack_onto_ladder(values, order, *shape)
     candidates = [_arrange(values, bins, *shape) for bins in (on_rungs, filled) if bins is not None]

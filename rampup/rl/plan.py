@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
-from rampup.rl.sizes import MAX_SAMPLES, Experience, Size, Training, Updates, count_problems, split_updates
+from rampup.errors import ConfigError, RampupError, choice_error, raise_together
+from rampup.plan.numbers import nearest_multiples
+from rampup.rl.sizes import MAX_SAMPLES, Experience, Size, Training, Updates, count_problems, counts_that_divide, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +72,53 @@ class RolloutPlan:
         counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
         problems = count_problems({name: getattr(self, name) for name in counts})
         problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
-        for model, training in self._models.items():
-            problems += training.problems(model)
-        for name, size in (("rollout_batch", self.rollout_batch), ("generation", self.generation)):
-            if size is not None and size.unit == "tokens":
-                key = size.key or name
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples", key=key))
+        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+        def check_unit(name: str, size: Size | None, *, is_pass: bool = False) -> None:
+            if size is not None and size.unit == "tokens" and not (is_pass and size.scope != "job"):
+                key, rule = size.key or name, ", or tokens per replica" if is_pass else ""
+                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
+
+        for model, training in models.items():
+            counts = ("data_parallel_size", "num_epochs", "num_stages")
+            problems += count_problems({f"{model}.{name}": getattr(training, name) for name in counts})
+            check_unit(f"{model}.mini_batch", training.mini_batch)
+            check_unit(f"{model}.microbatch", training.microbatch, is_pass=True)
+        check_unit("rollout_batch", self.rollout_batch)
+        check_unit("generation", self.generation)
         raise_together(problems)
-        raise_together(self._rollout_problems())
+
+        # Whether the configured mini batch divides the batch is another question: `split_updates` blames the mini batch then.
+        # Here the batch is to blame, because no size of a mini batch would do.
+        size, samples, factors = self.rollout_batch, self.samples_per_step, self._factors
+        if samples > MAX_SAMPLES:
+            largest = max(MAX_SAMPLES // size.factor(**factors), 1)
+            text = f"{size.arithmetic('rollout_batch', **factors)} must be at most {MAX_SAMPLES:,} samples"
+            raise ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))
+        # The batch must be a multiple of each of these. One count of a mini batch may be several samples, and without padding a
+        # mini batch gives every stage of every replica the same number; with a token budget the lengths decide that.
+        units, replicas = [self.samples_per_prompt], []
+        for model, training in models.items():
+            count = {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": training.data_parallel_size}
+            evenly = 1 if training.token_budget is not None else training.data_parallel_size * training.num_stages
+            units += [] if self.pad else [training.mini_batch.factor(**count), evenly]
+            stages = f" * num_stages={training.num_stages}" if training.num_stages > 1 else ""
+            name = f" ({model})" if self.critic is not None else ""
+            replicas.append(f"data_parallel_size={training.data_parallel_size}{stages}{name}")
+        divisor = math.lcm(*units)
+        if samples % divisor:
+            rule = f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly "
+            rule += f"over {' and '.join(replicas)}"
+            step = divisor // math.gcd(divisor, size.factor(**factors))
+            raise size.refused("rollout_batch", rule, nearest_multiples(size.count, step), "", divisor=step, **factors)
+
         updates: dict[str, Updates] = {}
-        for model, training in self._models.items():
+        for model, training in models.items():
             try:
                 updates[model] = split_updates(
                     model,
                     training,
-                    samples_per_step=self.samples_per_step,
+                    samples_per_step=samples,
                     samples_per_prompt=self.samples_per_prompt,
                     pad=self.pad,
                     max_length=None if self.experience is None else self.experience.max_length,
@@ -94,8 +126,14 @@ class RolloutPlan:
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
-        blamed = {problem.key for problem in problems}
-        raise_together([*problems, *(problem for problem in self._generation_problems() if problem.key not in blamed)])
+        call, blamed = self.generation, {problem.key for problem in problems}
+        if call is not None and (call.key or "generation") not in blamed:
+            each, per_count = call.samples(**factors), call.factor(**factors)
+            if each > samples if self.pad else samples % each:
+                rule = f"must {'not exceed' if self.pad else 'divide'} the {samples} samples of a step"
+                legal = [max(samples // per_count, 1)] if self.pad else counts_that_divide(samples, per_count)
+                problems.append(call.refused("generation", rule, legal, "count it in prompts of the job", **factors))
+        raise_together(problems)
         object.__setattr__(self, "policy_updates", updates["policy"])
         object.__setattr__(self, "critic_updates", updates.get("critic"))
 
@@ -166,22 +204,14 @@ class RolloutPlan:
             microbatches 3 2
             optimizer step 1 6
         """
-        length, prompt = (
-            (None, None) if self.experience is None else (self.experience.max_length, self.experience.max_prompt_length)
-        )
+        stored = self.experience
+        length, prompt = (None, None) if stored is None else (stored.max_length, stored.max_prompt_length)
 
         def row(what: str, number: int | None, samples: int | None, remark: str, **sizes: int | None) -> dict[str, Any]:
             prompts = None if samples is None or samples % self.samples_per_prompt else samples // self.samples_per_prompt
             tokens = None if samples is None or length is None else samples * length
-            return {
-                "what": what,
-                "number": number,
-                "prompts": prompts,
-                "samples": samples,
-                "tokens": tokens,
-                **sizes,
-                "how": remark,
-            }
+            counts = {"number": number, "prompts": prompts, "samples": samples, "tokens": tokens}
+            return {"what": what, **counts, **sizes, "how": remark}
 
         asked = {"prompts": self.prompts_per_step, "tokens": prompt and prompt * self.prompts_per_step}
         rows = [row("prompts", 1, None, "read", **asked)]
@@ -228,68 +258,3 @@ class RolloutPlan:
     def _factors(self) -> dict[str, int]:
         """What turns a size of the rollout into samples of the job. `per replica` means those of the policy."""
         return {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": self.policy.data_parallel_size}
-
-    @property
-    def _models(self) -> dict[str, Training]:
-        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
-
-    def _rollout_problems(self) -> list[RampupError]:
-        """Return errors unless the batch has whole prompts, is not too large, and some mini batch divides it.
-
-        Whether the configured mini batch divides it is another question: `split_updates` blames the mini batch then. Here the
-        batch is to blame, because no size of a mini batch would do.
-        """
-        size, samples = self.rollout_batch, self.samples_per_step
-        if samples > MAX_SAMPLES:
-            largest = max(MAX_SAMPLES // size.factor(**self._factors), 1)
-            text = f"{size.arithmetic('rollout_batch', **self._factors)} must be at most {MAX_SAMPLES:,} samples"
-            return [ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))]
-        # The batch must be a multiple of each of these. One count of a mini batch may be several samples, and without padding a
-        # mini batch gives every stage of every replica the same number; with a token budget the lengths decide that.
-        units, replicas = [self.samples_per_prompt], []
-        for model, training in self._models.items():
-            count = {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": training.data_parallel_size}
-            evenly = 1 if training.token_budget is not None else training.data_parallel_size * training.num_stages
-            units += [] if self.pad else [training.mini_batch.factor(**count), evenly]
-            stages = f" * num_stages={training.num_stages}" if training.num_stages > 1 else ""
-            name = f" ({model})" if self.critic is not None else ""
-            replicas.append(f"data_parallel_size={training.data_parallel_size}{stages}{name}")
-        divisor, per_count = math.lcm(*units), size.factor(**self._factors)
-        if samples % divisor == 0:
-            return []
-        step = divisor // math.gcd(divisor, per_count)
-        nearest = nearest_multiples(size.count, step)
-        return [
-            BatchDivisibilityError(
-                f"{size.arithmetic('rollout_batch', **self._factors)} must be a multiple of {divisor} samples, the smallest "
-                f"number that has whole prompts and divides evenly over {' and '.join(replicas)}; nearest: "
-                f"{', '.join(map(str, nearest))}",
-                value=size.count,
-                divisor=step,
-                key=size.key or "rollout_batch",
-            )
-        ]
-
-    def _generation_problems(self) -> list[RampupError]:
-        size = self.generation
-        if size is None:
-            return []
-        samples, per_count = size.samples(**self._factors), size.factor(**self._factors)
-        if samples <= self.samples_per_step if self.pad else self.samples_per_step % samples == 0:
-            return []
-        if self.pad:
-            legal = [max(self.samples_per_step // per_count, 1)]
-        else:
-            legal = divisors(self.samples_per_step // per_count) if self.samples_per_step % per_count == 0 else []
-        nearest = nearest_in(size.count, legal)
-        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else "count it in prompts of the job"
-        return [
-            BatchDivisibilityError(
-                f"{size.arithmetic('generation', **self._factors)} must {'not exceed' if self.pad else 'divide'} the "
-                f"{self.samples_per_step} samples of a step; {fix}",
-                value=size.count,
-                divisor=1,
-                key=size.key or "generation",
-                nearest=nearest,
-            )
-        ]

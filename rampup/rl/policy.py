@@ -26,8 +26,6 @@ from rampup.errors import ConfigError, a_type
 from rampup.lm.decode import decode, packed_hidden, prefill
 from rampup.lm.transformer import LanguageModel
 
-Logits = Callable[[Any, jax.Array], jax.Array]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
@@ -42,7 +40,7 @@ class Policy:
             generation runs the whole row for every token.
     """
 
-    logits: Logits
+    logits: Callable[[Any, jax.Array], jax.Array]
     packed: Callable[..., jax.Array] | None = None
     prefill: Callable[..., tuple[jax.Array, Any]] | None = None
     decode: Callable[..., tuple[jax.Array, Any]] | None = None
@@ -134,15 +132,10 @@ ValuesFn = Callable[[Any, Mapping[str, jax.Array]], jax.Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """A value function: `(params, rows) -> values_BT`, the value before the token after each token of `rows["tokens"]`.
+    """A value function: `(params, rows) -> values_BT`, the value before the token after each token of `rows["tokens"]`."""
 
-    Attributes:
-        spread: for programs whose rows the compiler spreads over the mesh.
-        in_replica: for the training step, in which a replica sees its own rows.
-    """
-
-    spread: ValuesFn
-    in_replica: ValuesFn
+    spread: ValuesFn  # for programs whose rows the compiler spreads over the mesh
+    in_replica: ValuesFn  # for the training step, in which a replica sees its own rows
 
 
 def critic_of(model: LanguageModel, mesh: Mesh) -> Critic:

@@ -18,7 +18,7 @@ clock of the rollout, which no checkpoint has.
 Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
 and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
 
-Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longest response, T tokens of a row.
+Shape suffixes: S samples of a rollout, G of a prompt, B rows of a call, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -125,11 +125,6 @@ class RolloutOptions:
         """The temperature of the log-probabilities."""
         return self.sampling.temperature or 1.0
 
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether a step may have fewer prompts than planned."""
-        return (self.zero_spread_groups, self.token_batch_size, self.partial_step) != ("keep", None, "train")
-
 
 class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
@@ -176,33 +171,26 @@ class RolloutStep:
         _check(schedule, options, critic)
         self.schedule, self.options, self._mesh, self._reward = schedule, options, mesh, reward
         self._policy, self._critic = over_rows(model, mesh), critic
-        self._tx = {"policy": tx} | ({} if critic is None else {"critic": critic[1]})
-        self._plans = {name: schedule.ramp_plan(name) for name in self._tx}
-        budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
+        budgets = {updates.model: updates.token_budget for updates in schedule.stages[0][1].order}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
-        losses = {
-            "policy": grpo_loss(
-                in_replica(model, mesh),
-                epsilon=options.epsilon,
-                beta=options.beta,
-                temperature=options.temperature,
-                shapes=self._ladders["policy"],
-            )
-        }
+        terms = {"epsilon": options.epsilon, "beta": options.beta, "temperature": options.temperature}
+        losses = {"policy": (grpo_loss(in_replica(model, mesh), **terms, shapes=self._ladders["policy"]), tx)}
         if critic is not None:
-            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            loss = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            losses["critic"] = loss, critic[1]
+        # A step may have fewer prompts than planned, and an update none, of weight 0.
+        sizes_vary = (options.zero_spread_groups, options.token_batch_size, options.partial_step) != ("keep", None, "train")
+        self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps: dict[str, TrainStep] = {
-            # Also for an update without samples, of weight 0.
             name: train_step(
-                losses[name],
-                tx,
+                *loss_and_tx,
                 self._plans[name],
                 mesh,
                 seed=options.seed,
-                skip_nonfinite=skip_nonfinite or options.sizes_vary,
+                skip_nonfinite=skip_nonfinite or sizes_vary,
                 measure_gradient_noise=options.measure_gradient_noise and name == "policy",
             )
-            for name, tx in self._tx.items()
+            for name, loss_and_tx in losses.items()
         }
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
@@ -230,6 +218,11 @@ class RolloutStep:
         """Time spent waiting for compilations."""
         return sum(part.waited_seconds for part in (*self._compilers.values(), *self._steps.values()))
 
+    @property
+    def _seconds(self) -> float:
+        """The time of a clock that stands still during compilations."""
+        return time.perf_counter() - self.waited_seconds
+
     def close(self) -> None:
         """Cancel compilations that have not started."""
         for part in (*self._compilers.values(), *self._steps.values()):
@@ -243,16 +236,13 @@ class RolloutStep:
             reference: those of the reference policy, by default the same.
             critic_params: the critic's, if there is one.
         """
-        policy = create_state(params, self._tx["policy"], self._mesh)
-        found: dict[str, Any] = {"params": policy.params, "opt_state": policy.opt_state, "policy_step": policy.step}
+        given, found = {"policy": params, "critic": critic_params}, {"step": np.array(0, np.int32), "tally": Tally().to_words()}
+        for name, step in self._steps.items():
+            found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
         if self.options.beta:
             copied = create_state(params if reference is None else reference, optax.identity(), self._mesh)
             found["reference"] = copied.params
-        if self._critic is not None:
-            critic = create_state(critic_params, self._tx["critic"], self._mesh)
-            found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
-        counts = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
-        return RolloutState(**counts, **found, experience=self._empty_experience())
+        return RolloutState(**found, experience=self._empty_experience())
 
     def check_memory(self, state: RolloutState) -> None:
         """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
@@ -274,13 +264,12 @@ class RolloutStep:
             program = compile_program(self._steps[name].lower(inner, row, self._plans[name].splits[0]))
             used = program_memory(program).total + bytes_per_device(models) - bytes_per_device([inner.params, inner.opt_state])
             if used > min(limits):
-                training = position.plan.policy if name == "policy" else position.plan.critic
-                assert training is not None
+                training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
-                raise ConfigError(
-                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}",
-                    key=key,
+                text = (
+                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}"
                 )
+                raise ConfigError(text, key=key)
             start += updates.optimizer_steps
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
@@ -297,14 +286,12 @@ class RolloutStep:
         Raises:
             DataError: a prompt or a reward is invalid. The state is unchanged.
         """
-        position = self.schedule.at(int(state.step))
         source = prompts if callable(prompts) else lambda start, stop: prompts
-        metrics: dict[str, Any] = {}
-        for number in range(position.step, self.schedule.total_steps):
-            here = self.schedule.at(number)
-            if here.rollout != position.rollout:
+        for number in itertools.count(int(state.step)):
+            position = self.schedule.at(number)
+            state, metrics = self.update(state, position, source)
+            if position.is_last:
                 break
-            state, metrics = self.update(state, here, source)
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
         return state, {name: float(value) for name, value in host.items()} | metrics["facts"]
 
@@ -324,8 +311,7 @@ class RolloutStep:
             state = state.replace(experience=experience, tally=tally.to_words())
         elif self._clock is not None and self._clock.rollout != position.rollout:
             self._clock = None  # resumed between two updates: the times before it are gone
-        began, waited = time.perf_counter(), self.waited_seconds
-        tally = Tally.from_words(state.tally)
+        began, tally = self._seconds, Tally.from_words(state.tally)
         rows, lengths = self._mini_batch(state.experience, tally, position)
         passes = self._passes(rows, lengths, position)
         state, metrics = self._train(state, passes, position)
@@ -333,10 +319,9 @@ class RolloutStep:
             # The next rollout needs the new parameters anyway.
             jax.block_until_ready(state.params)
         if self._clock is not None:
-            self._clock.training += time.perf_counter() - began - (self.waited_seconds - waited)
+            self._clock.parts["update"] += self._seconds - began
             if position.is_last:
-                parts = {"generation": self._clock.generation, "scoring": self._clock.scoring, "update": self._clock.training}
-                self.seconds_by_part = {name: self.seconds_by_part[name] + seconds for name, seconds in parts.items()}
+                self.seconds_by_part = {name: self.seconds_by_part[name] + took for name, took in self._clock.parts.items()}
         return state, {**metrics, "facts": self._facts(state.experience, tally, position, lengths, passes)}
 
     def evaluate(
@@ -363,8 +348,7 @@ class RolloutStep:
         G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
-        began, compiled = time.perf_counter(), self.waited_seconds
-        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
+        began, key = self._seconds, jax.random.fold_in(jax.random.key(options.seed), position.rollout)
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
         carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
@@ -382,11 +366,8 @@ class RolloutStep:
             first = before.prompts + generated
             asked = prompts(first, first + missing)
             if len(asked) != missing:
-                raise DataError(
-                    f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given",
-                    key="batch_size",
-                    nearest=(missing,),
-                )
+                text = f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given"
+                raise DataError(text, key="batch_size", nearest=(missing,))
             part = self._generate(state.params, asked, G, key, first_row=generated * G)
             rewards = self._rewards(part, where=f"rollout {position.rollout}")
             teaches = ~has_zero_spread(rewards, G) | (options.zero_spread_groups == "keep")
@@ -405,24 +386,22 @@ class RolloutStep:
         mini_batch = plan.policy_updates.mini_batch_samples // G
         sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
-        experience = self._empty_experience()
-        new: Arrays = {}
-        scoring = 0.0
+        experience, new, scoring = self._empty_experience(), {}, 0.0
         rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
         # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
         kept = groups + waiting - before.carried
         if kept > 0:
             taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
             samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
-            generated_at, waited = time.perf_counter(), self.waited_seconds
+            generated_at = self._seconds
             new = self._score(state, plan, samples, rewards_S[taught])
-            scoring = time.perf_counter() - generated_at - (self.waited_seconds - waited)
+            scoring = self._seconds - generated_at
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        seconds = time.perf_counter() - began - (self.waited_seconds - compiled)
+        parts = {"generation": self._seconds - began - scoring, "scoring": scoring, "update": 0.0}
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
-        self._clock = _Clock(rollout=position.rollout, generation=seconds - scoring, scoring=scoring, tokens=made)
+        self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
         return experience, Tally(
             groups=groups,
             carried=waiting,
@@ -506,19 +485,10 @@ class RolloutStep:
         return np.frombuffer(bytes.fromhex(found), np.float32)
 
     def _generate(
-        self,
-        params: Any,
-        prompts: Sequence[Sequence[int]],
-        samples_per_prompt: int,
-        key: jax.Array,
-        *,
-        first_row: int = 0,
-        sampling: Sampling | None = None,
+        self, params: Any, prompts: Sequence[Sequence[int]], G: int, key: Any, first_row: int = 0, sampling: Any = None
     ) -> Samples:
-        """Return responses to prompts, on the host. The key and the row, counted from `first_row` on, decide the responses."""
-        tokens_SP, length_S = (
-            np.repeat(x, samples_per_prompt, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length)
-        )
+        """Return G responses to each prompt, on the host. The key and the row, counted from `first_row`, decide them."""
+        tokens_SP, length_S = (np.repeat(x, G, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length))
         inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
         run = make_generate(self._policy, self.options.max_response_length, self.options.end_token)
         values = (sampling or self.options.sampling).values
@@ -532,7 +502,6 @@ class RolloutStep:
                 logits_BTV, targets_BT = self._policy.logits(params, tokens_BT), jnp.roll(tokens_BT, -1, axis=1)
                 found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
             else:
-                assert self._critic is not None
                 found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
             # The entries that belong to the tokens of the response.
             places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
@@ -548,15 +517,12 @@ class RolloutStep:
 
         All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
         """
-        S, parts = len(samples[0]), []
+        S, parts, sharding = len(samples[0]), [], batch_sharding(self._mesh)
         for start in range(0, S, self.rows_per_call):
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
-            spread = (
-                jax.make_array_from_callback(x.shape, batch_sharding(self._mesh), x.__getitem__)
-                for x in (x[rows] for x in samples)
-            )
-            args = params, *spread, *rest
+            chosen = (x[rows] for x in samples)
+            args = params, *(jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in chosen), *rest
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
@@ -608,17 +574,14 @@ class RolloutStep:
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
         weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
-        if len(own) < width:
-            passes = {name: x[:, own] for name, x in passes.items()}
+        passes = {name: x[:, own] for name, x in passes.items()} if len(own) < width else passes
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
         inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)
         if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
-            assert groups is not None
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        changes = dict(zip(_FIELDS[position.model], (inner.step, inner.params, inner.opt_state), strict=True))
-        return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
+        return state.replace(step=np.array(position.step + 1, np.int32), **_fields_of(position.model, inner)), metrics
 
     def _facts(
         self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: np.ndarray, passes: Arrays
@@ -649,13 +612,14 @@ class RolloutStep:
         }
         if plan.experience_bytes_per_sample is not None:
             found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
-        if (clock := self._clock) is not None:
-            found["generation_seconds"], found["scoring_seconds"] = round(clock.generation, 6), round(clock.scoring, 6)
-            found["generation_tokens_per_second"] = round(clock.tokens / max(clock.generation, 1e-9), 3)
+        if self._clock is not None:
+            generation, scoring, update = self._clock.parts.values()
+            found["generation_seconds"], found["scoring_seconds"] = round(generation, 6), round(scoring, 6)
+            found["generation_tokens_per_second"] = round(self._clock.tokens / max(generation, 1e-9), 3)
             if position.is_last:
                 tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
-                found["update_seconds"] = round(clock.training, 6)
-                found["training_tokens_per_second"] = round(tokens / max(clock.training, 1e-9), 3)
+                found["update_seconds"] = round(update, 6)
+                found["training_tokens_per_second"] = round(tokens / max(update, 1e-9), 3)
         return found
 
 
@@ -714,6 +678,10 @@ def _train_state(state: RolloutState, model: str) -> TrainState:
     return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
 
 
+def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
+    return dict(zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True))
+
+
 def _layout(position: UpdatePosition) -> int:
     """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by the numbers of the responses."""
     return (position.rollout + position.update) % 2
@@ -721,110 +689,80 @@ def _layout(position: UpdatePosition) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Clock:
-    """The seconds of one rollout in this process, without compilations, with those of the updates so far.
-
-    `tokens` are those that it has generated, also of responses that it does not train on.
-    """
+    """The seconds of one rollout in this process by part, without compilations, with those of the updates so far."""
 
     rollout: int
-    generation: float
-    scoring: float
-    tokens: int
-    training: float = 0.0
+    tokens: int  # that it has generated, also of responses that it does not train on
+    parts: dict[str, float]  # generation, scoring, update
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
     """Refuse a plan that cannot be trained with these options."""
-    plan = schedule.stages[0][1]
+    stages = [plan for _, plan in schedule.stages]
+    plan, sampling, largest = stages[0], options.sampling, max(stage.samples_per_prompt for stage in stages)
     if (plan.critic is None) != (critic is None):
         missing = "the plan has a critic, but none is given" if critic is None else "a critic is given, but the plan has none"
         raise ConfigError(f"{missing}; give both or neither", key="enable_critic", nearest=(critic is not None,))
-    for _, stage in schedule.stages:
+    for stage in stages:
         if critic is None:
             group_advantages(np.zeros(stage.samples_per_prompt), stage.samples_per_prompt)
-        if options.sampling.is_greedy and stage.samples_per_prompt > 1:
-            key = "decode_sampling_temperature" if options.sampling.temperature == 0 else "decode_sampling_top_k"
-            value = options.sampling.temperature if options.sampling.temperature == 0 else options.sampling.top_k
+        if (sampling.temperature == 0 or sampling.top_k == 1) and stage.samples_per_prompt > 1:
+            name, value, fix = (
+                ("top_k", sampling.top_k, 0) if sampling.temperature else ("temperature", sampling.temperature, 1.0)
+            )
             raise ConfigError(
-                f"{key}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be equal, and "
-                "their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
-                key=key,
-                nearest=(1.0,) if options.sampling.temperature == 0 else (0,),
+                f"decode_sampling_{name}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would "
+                "be equal, and their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
+                key=f"decode_sampling_{name}",
+                nearest=(fix,),
             )
     for name, choices in (("zero_spread_groups", ("keep", "drop", "refill")), ("partial_step", ("train", "drop", "carry"))):
         if (chosen := getattr(options, name)) not in choices:
             raise choice_error(name, chosen, choices)
     raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
-    stages, policy = [stage for _, stage in schedule.stages], plan.policy_updates
-    longest, largest = (
-        options.max_prompt_length + options.max_response_length,
-        max(stage.samples_per_prompt for stage in stages),
-    )
-    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
-    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
-    rows = schedule.pass_samples("policy") // policy.data_parallel_size
-    for broken, key, rule, nearest in (
-        (
-            options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages),
-            "zero_spread_groups",
+    if options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages):
+        raise ConfigError(
             f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
             "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep",
-            ("keep",),
-        ),
-        (
-            options.token_batch_size is not None and options.token_batch_size < largest * longest,
-            "token_batch_size",
+            key="zero_spread_groups",
+            nearest=("keep",),
+        )
+    longest = options.max_prompt_length + options.max_response_length
+    if options.token_batch_size is not None and options.token_batch_size < largest * longest:
+        raise ConfigError(
             f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
             f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens",
-            (largest * longest,),
-        ),
-        (
-            options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages),
-            "mini_batch_size",
-            f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1",
-            (-1,),
-        ),
-        (
-            options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1,
-            "partial_step",
-            "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
-            "responses; set partial_step=train or drop",
-            ("train", "drop"),
-        ),
-        (
-            options.partial_step != "train" and not whole,
-            "partial_step",
-            f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts",
-            ("train",),
-        ),
-        (
-            options.loss_agg_mode == "group-mean-token-mean" and separates,
-            "rl.loss_agg_mode",
-            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
-            "keep_prompts_together=true and count mini_batch_size in prompts",
-            AGGREGATIONS[:3],
-        ),
-        (
-            options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2),
-            "measure_gradient_noise",
+            key="token_batch_size",
+            nearest=(largest * longest,),
+        )
+    if options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages):
+        text = f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1"
+        raise ConfigError(text, key="mini_batch_size", nearest=(-1,))
+    if options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1:
+        text = "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
+        raise ConfigError(f"{text}responses; set partial_step=train or drop", key="partial_step", nearest=("train", "drop"))
+    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
+    if options.partial_step != "train" and not whole:
+        text = f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts"
+        raise ConfigError(text, key="partial_step", nearest=("train",))
+    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
+    if options.loss_agg_mode == "group-mean-token-mean" and separates:
+        text = "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
+        fix = "keep_prompts_together=true and count mini_batch_size in prompts"
+        raise ConfigError(text + fix, key="rl.loss_agg_mode", nearest=AGGREGATIONS[:3])
+    policy = plan.policy_updates
+    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    if options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2):
+        raise ConfigError(
             "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
             f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), token_budget=-1, "
             "keep_prompts_together=true and rl.num_generations=2 or more",
-            (False,),
-        ),
-        (
-            policy.num_stages > 1,
-            "ici_pipeline_parallelism",
-            f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
-            "ici_pipeline_parallelism=1",
-            (1,),
-        ),
-        (
-            any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order),
-            "token_budget",
-            f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
-            (longest,),
-        ),
-    ):
-        if broken:
-            raise ConfigError(rule, key=key, nearest=nearest)
+            key="measure_gradient_noise",
+            nearest=(False,),
+        )
+    if policy.num_stages > 1:
+        text = f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
+        raise ConfigError(f"{text}ici_pipeline_parallelism=1", key="ici_pipeline_parallelism", nearest=(1,))
+    if any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order):
+        text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
+        raise ConfigError(text, key="token_budget", nearest=(longest,))

@@ -7,7 +7,6 @@ planned ones), and the buffer has room for the largest number of passes of any s
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from bisect import bisect_right
@@ -15,36 +14,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rampup.errors import ResumeMismatchError
-from rampup.plan.plan import RampPlan
+from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.rl.plan import RolloutPlan
 
 
-class UpdatePosition(NamedTuple):
-    """An optimizer step of an RL run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePosition(PlanPosition):
+    """An optimizer step of an RL run, numbered over the run and over all models together.
 
-    Attributes:
-        step: its number over the run, of all models together.
-        consumed_samples: samples generated in the rollouts before its own.
-        phase: the interval of rollouts of constant size that it is in.
-        split: the split of its mini batch, with its padding. With a token budget, one pass of one row per replica.
-        rollout: the rollout, counted from 0.
-        model: `policy` or `critic`.
-        update: its number among the model's optimizer steps on the rollout.
-        model_step: its number among the model's optimizer steps of the run.
-        plan: the sizes of the rollout.
+    `consumed_samples` are generated in the rollouts before its own, and `phase` is the interval of rollouts of constant size.
+    `split` is that of its mini batch, with its padding; with a token budget, one pass of one row per replica.
     """
 
-    step: int
-    consumed_samples: int
-    phase: Phase
-    split: BatchSplit
-    rollout: int
-    model: str
-    update: int
-    model_step: int
-    plan: RolloutPlan
+    rollout: int  # counted from 0
+    model: str  # `policy` or `critic`
+    update: int  # its number among the model's optimizer steps on the rollout
+    model_step: int  # its number among the model's optimizer steps of the run
+    plan: RolloutPlan  # the sizes of the rollout
 
     @property
     def is_first(self) -> bool:
@@ -67,10 +55,8 @@ class _Totals(NamedTuple):
 
     def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
         """Return the totals with more rollouts of one plan."""
-        policy, critic = plan.policy_updates.optimizer_steps, 0
-        if plan.critic_updates is not None:
-            critic = plan.critic_updates.optimizer_steps
-        each = (policy + critic, plan.samples_per_step, policy, critic)
+        steps = {"critic": 0} | {updates.model: updates.optimizer_steps for updates in plan.order}
+        each = (sum(steps.values()), plan.samples_per_step, steps["policy"], steps["critic"])
         return _Totals(*(total + rollouts * one for total, one in zip(self, each, strict=True)))
 
 
@@ -78,7 +64,7 @@ class _Totals(NamedTuple):
 class RolloutSchedule:
     """The rollouts of a run and their optimizer steps. Each rollout has the sizes of the newest stage.
 
-    It has the attributes that `rampup.loop.loop.Loop` reads of a plan, and it is its own `ramp`.
+    It has the attributes that `rampup.loop.loop.Loop` reads of a plan.
 
     Attributes:
         stages: the first rollout of each stage, from 0 on, and its plan. Later plans have other sizes of the batch. Stages
@@ -138,10 +124,6 @@ class RolloutSchedule:
         """Return the optimizer steps of one model over the run."""
         return getattr(self._starts[-1], model)  # type: ignore[no-any-return]
 
-    def rollouts_before(self, step: int) -> int:
-        """Return the rollouts whose optimizer steps are all before a step."""
-        return self.num_rollouts if step >= self.total_steps else self.at(step).rollout
-
     def at(self, step: int) -> UpdatePosition:
         """Return the position of an optimizer step.
 
@@ -187,13 +169,6 @@ class RolloutSchedule:
             return found[0].data_parallel_size
         return math.gcd(*(updates.microbatch_samples or 0 for updates in found))
 
-    def max_passes(self, model: str) -> int:
-        """The largest number of passes of an optimizer step."""
-        updates = [plan.updates(model) for _, plan in self.stages]
-        if updates[0].token_budget is not None:
-            return max(found.max_passes or 1 for found in updates)
-        return max(-(-found.mini_batch_samples // self.pass_samples(model)) for found in updates)
-
     @property
     def sequences_per_call(self) -> int:
         """Sequences per call of the generator: the same in all stages."""
@@ -206,8 +181,10 @@ class RolloutSchedule:
 
     def ramp_plan(self, model: str) -> RampPlan:
         """Return the plan of one model's optimizer steps: its largest mini batch, of which an update may use less."""
-        replicas = self.stages[0][1].updates(model).data_parallel_size
-        largest = split_of(self.max_passes(model), self.pass_samples(model), replicas)
+        updates, rows = [plan.updates(model) for _, plan in self.stages], self.pass_samples(model)
+        replicas, is_packed = updates[0].data_parallel_size, updates[0].token_budget is not None
+        most = max((each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows) for each in updates)
+        largest = split_of(most, rows, replicas)
         return RampPlan(
             ramp=BatchRamp.constant(largest.global_batch_size),
             splitter=BatchSplitter(data_parallel_size=replicas, microbatch_size=largest.microbatch_size),
@@ -215,29 +192,15 @@ class RolloutSchedule:
             total_steps=max(self.optimizer_steps(model), 1),
         )
 
-    # What the training loop reads of a plan's ramp.
-
     @property
-    def ramp(self) -> RolloutSchedule:
-        """The schedule itself."""
-        return self
-
-    @property
-    def ramp_steps(self) -> int:
-        """Optimizer steps before the last stage."""
-        return self._starts[-2].steps
+    def ramp(self) -> RolloutRamp:
+        """The samples of the optimizer steps."""
+        return RolloutRamp(self)
 
     @property
     def splits(self) -> tuple[BatchSplit, ...]:
         """The split of the first mini batch of each stage."""
         return tuple(self.at(min(start.steps, self.total_steps - 1)).split for start in self._starts[:-1])
-
-    def samples_before(self, step: int) -> int:
-        """Return the samples of the rollouts that are generated before the end of step `step - 1`."""
-        if step <= 0:
-            return 0
-        position = self.at(min(step, self.total_steps) - 1)
-        return position.consumed_samples + position.plan.samples_per_step
 
     def stage_rows(self) -> list[dict[str, int]]:
         """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them.
@@ -265,6 +228,25 @@ class RolloutSchedule:
             for index, ((first, plan), end) in enumerate(zip(reached, ends, strict=True))
         ]
 
+
+@dataclass(frozen=True, slots=True)
+class RolloutRamp:
+    """The samples of a schedule, as the training loop reads them of any ramp; see `rampup.loop.components.LoopRamp`."""
+
+    schedule: RolloutSchedule
+
+    @property
+    def ramp_steps(self) -> int:
+        """Optimizer steps before the last stage."""
+        return self.schedule._starts[-2].steps
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples of the rollouts that are generated before the end of step `step - 1`."""
+        if step <= 0:
+            return 0
+        position = self.schedule.at(min(step, self.schedule.total_steps) - 1)
+        return position.consumed_samples + position.plan.samples_per_step
+
     @property
     def fingerprint(self) -> str:
         """A digest of the sizes that decide which samples an optimizer step uses."""
@@ -275,13 +257,14 @@ class RolloutSchedule:
         return ""
 
     def to_rows(self) -> list[list[Any]]:
-        """Return the sizes of every stage, as JSON."""
+        """Return the sizes of every stage that the run reaches, as JSON."""
         return [
             [
                 *(first, plan.samples_per_step, plan.samples_per_prompt),
                 *([updates.model, updates.mini_batch_samples, updates.num_epochs] for updates in plan.order),
             ]
-            for first, plan in itertools.takewhile(lambda stage: stage[0] < self.num_rollouts, self.stages)
+            for first, plan in self.schedule.stages
+            if first < self.schedule.num_rollouts
         ]
 
 

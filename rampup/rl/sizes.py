@@ -90,6 +90,15 @@ class Size:
         total = self.samples(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
         return f"{text} = {total} samples" if factors else text
 
+    def refused(
+        self, role: str, rule: str, legal: Iterable[int], otherwise: str, *, divisor: int = 1, **factors: int
+    ) -> BatchDivisibilityError:
+        """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix."""
+        nearest = nearest_in(self.count, list(legal))
+        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
+        text, key = f"{self.arithmetic(role, **factors)} {rule}; {fix}", self.key or role
+        return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=key, nearest=nearest)
+
     def __str__(self) -> str:
         unit = self.unit.removesuffix("s") if self.count == 1 else self.unit
         return f"{self.count} {unit}" + ("" if self.scope == "job" else f" per {self.scope}")
@@ -105,16 +114,6 @@ class Training:
     data_parallel_size: int = 1  # replicas of this model
     num_epochs: int = 1  # passes over the samples of a step
     num_stages: int = 1  # pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
-
-    def problems(self, model: str) -> list[RampupError]:
-        """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
-        sizes = ("data_parallel_size", "num_epochs", "num_stages")
-        problems = count_problems({f"{model}.{name}": getattr(self, name) for name in sizes})
-        for name, size, tokens_allowed in (("mini_batch", self.mini_batch, False), ("microbatch", self.microbatch, True)):
-            if size is not None and size.unit == "tokens" and not (tokens_allowed and size.scope != "job"):
-                key, rule = size.key or f"{model}.{name}", ", or tokens per replica" if tokens_allowed else ""
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
-        return problems
 
     @property
     def token_budget(self) -> int | None:
@@ -223,15 +222,8 @@ def split_updates(
     minimum = 1 if pad or budget is None else replicas
 
     def refused(size: Size, name: str, rule: str, legal: Iterable[int]) -> RampupError:
-        nearest = nearest_in(size.count, list(legal))
-        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else f"no count of {size.unit} fits; change another size"
-        return BatchDivisibilityError(
-            f"{size.arithmetic(f'{model}.{name}', **factors)} {rule}; {fix}",
-            value=size.count,
-            divisor=unit // math.gcd(unit, size.factor(**factors)),
-            key=size.key or f"{model}.{name}",
-            nearest=nearest,
-        )
+        fix, divisor = f"no count of {size.unit} fits; change another size", unit // math.gcd(unit, size.factor(**factors))
+        return size.refused(f"{model}.{name}", rule, legal, fix, divisor=divisor, **factors)
 
     def is_legal(samples: int) -> bool:
         return samples_per_step % samples == 0 and samples % unit == 0 and samples >= minimum
@@ -247,7 +239,7 @@ def split_updates(
             rule += f" and be a multiple of data_parallel_size={replicas}"
             rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
         rule += f" and give each of data_parallel_size={minimum} replicas a sample" if minimum > 1 else ""
-        counts = _counts_that_divide(samples_per_step, per_count)
+        counts = counts_that_divide(samples_per_step, per_count)
         problems.append(refused(size, "mini_batch", rule, (count for count in counts if is_legal(count * per_count))))
 
     microbatch_size, max_passes = None, None
@@ -271,7 +263,7 @@ def split_updates(
             rule = f"must divide the mini batch of {mini_batch} samples"
             rule += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
             rule += f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
-            counts = _counts_that_divide(per_stage, per_count)
+            counts = counts_that_divide(per_stage, per_count)
             problems.append(refused(size, "microbatch", rule, (c for c in counts if c * per_count % replicas == 0)))
     raise_together(problems)
     return Updates(
@@ -287,7 +279,7 @@ def split_updates(
     )
 
 
-def _counts_that_divide(samples: int, per_count: int) -> list[int]:
+def counts_that_divide(samples: int, per_count: int) -> list[int]:
     """Return the counts, of `per_count` samples each, that divide a number of samples."""
     return divisors(samples // per_count) if samples % per_count == 0 else []
 

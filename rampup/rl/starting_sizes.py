@@ -18,6 +18,9 @@ STATE_BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "Adam moments
 REFERENCE_BYTES = 2
 
 Sizes = Mapping[str, int | None]
+_SKYRL = ("train_batch_size", "policy_mini_batch_size", "micro_train_batch_size_per_gpu", "n_samples_per_prompt", "num_devices")
+# The keys of the sizes below. Those of trlX are per process.
+KEYS = {"trlx": ("batch_size", "num_rollouts", "chunk_size", "ppo_epochs"), "skyrl": _SKYRL}
 
 
 class Row(NamedTuple):
@@ -26,58 +29,29 @@ class Row(NamedTuple):
     label: str  # the model sizes as published
     smallest: int  # the range of model sizes in parameters
     largest: int
-    sizes: Sizes
-
-
-def _trlx(*sizes: int | None) -> Sizes:
-    # Per process. A source without the epochs has None; trlX's default is 4.
-    return dict(zip(("batch_size", "num_rollouts", "chunk_size", "ppo_epochs"), sizes, strict=True))
-
-
-def _skyrl(*sizes: int) -> Sizes:
-    names = ("train_batch_size", "policy_mini_batch_size", "micro_train_batch_size_per_gpu", "n_samples_per_prompt")
-    return dict(zip((*names, "num_devices"), sizes, strict=True))
+    sizes: tuple[int | None, ...]  # None where the source leaves out the epochs; trlX's default is 4
 
 
 M, B = 10**6, 10**9
 # Community guides to trlX and SkyRL.
 TABLES = {
     "trlx": (
-        Row("125M-1B", 125 * M, B, _trlx(32, 128, 128, None)),
-        Row("6B", 6 * B, 6 * B, _trlx(4, 128, 16, None)),
-        Row("20B", 20 * B, 20 * B, _trlx(1, 16, 4, 2)),
+        Row("125M-1B", 125 * M, B, (32, 128, 128, None)),
+        Row("6B", 6 * B, 6 * B, (4, 128, 16, None)),
+        Row("20B", 20 * B, 20 * B, (1, 16, 4, 2)),
     ),
     "skyrl": (
-        Row("0.5B-3B", B // 2, 3 * B, _skyrl(512, 128, 2, 8, 4)),
-        Row("7B-14B", 7 * B, 14 * B, _skyrl(256, 64, 1, 8, 8)),
-        Row("70B+", 70 * B, MAX_COUNT, _skyrl(128, 32, 1, 4, 16)),
+        Row("0.5B-3B", B // 2, 3 * B, (512, 128, 2, 8, 4)),
+        Row("7B-14B", 7 * B, 14 * B, (256, 64, 1, 8, 8)),
+        Row("70B+", 70 * B, MAX_COUNT, (128, 32, 1, 4, 16)),
     ),
 }
 # Sizes in the repository's own example, by parameters: trlX 3340c2f, examples/hh/ppo_hh.py, lines 71-106.
-USED = {
-    "trlx": {125 * M: _trlx(32, 128, 16, 4), B: _trlx(8, 64, 16, 4), 6 * B: _trlx(4, 64, 16, 4), 20 * B: _trlx(1, 16, 4, 2)}
-}
+USED = {"trlx": {125 * M: (32, 128, 16, 4), B: (8, 64, 16, 4), 6 * B: (4, 64, 16, 4), 20 * B: (1, 16, 4, 2)}}
 TRADE_OFFS = (
     "a smaller batch needs less memory, but its gradient is noisier, so the learning rate may have to be lower",
     "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
 )
-
-
-def training_memory(params: int, device_bytes: int) -> dict[str, Any]:
-    """Return the memory of a policy's training state and of a frozen reference policy, by a rule of thumb, as in the JSON.
-
-    `least_devices` hold the state, sharded over all of them, without anything else in memory; activations and the generator
-    have what is left on each.
-    """
-    state = params * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
-    least_devices = -(-state // device_bytes)
-    return {
-        "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
-        "state_gib": float(Fraction(state, GIB)),
-        "device_gib": plain_number(Fraction(device_bytes, GIB)),
-        "least_devices": least_devices,
-        "free_gib_per_device": float(Fraction(device_bytes - -(-state // least_devices), GIB)),
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,20 +69,6 @@ class Suggestion:
     def to_dict(self) -> dict[str, Any]:
         """Return the suggestion as JSON."""
         return asdict(self)
-
-
-def _skyrl_notes(prompts: int, mini: int, micro: int, responses: int, num_devices: int) -> list[str]:
-    """Return what follows from the sizes, and what to change when memory or time runs out."""
-    steps, samples = prompts // mini, mini * responses
-    smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
-    return [
-        f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
-        f"{num_devices} replicas * {samples // num_devices // micro} passes of {micro}: both batch sizes count prompts",
-        f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change the "
-        "memory of a pass",
-        f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
-        f"batches (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
-    ]
 
 
 def suggest(params: str | int, *, system: str, memory_gib: str | float | None = None) -> Suggestion:
@@ -154,8 +114,7 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             "of a device, for a rule of thumb",
             key="memory-gib",
         )
-    memory = None if device_bytes is None else training_memory(number, device_bytes)
-    notes, row, used = ["a starting point only: `rampup tune` finds the largest microbatch that fits"], None, None
+    notes, row, sizes, used = ["a starting point only: `rampup tune` finds the largest microbatch that fits"], None, None, None
     if system not in TABLES:
         notes.append(
             f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach "
@@ -165,9 +124,21 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         row = next((row for row in TABLES[system] if number <= row.largest), TABLES[system][-1])
         in_row = [size for size in USED.get(system, {}) if row.smallest <= size <= row.largest]
         used = USED[system][min(in_row, key=lambda size: abs(math.log(size / number)))] if in_row else None
+        sizes, used = (None if found is None else dict(zip(KEYS[system], found, strict=True)) for found in (row.sizes, used))
         notes.append(f"the table is from a community guide, not from the project {system}")
         if system == "skyrl":
-            notes += _skyrl_notes(*(size or 0 for size in row.sizes.values()))
+            # What follows from the sizes, and what to change when memory or time runs out.
+            prompts, mini, micro, responses, num_devices = row.sizes
+            steps, samples = prompts // mini, mini * responses
+            smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
+            notes += [
+                f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
+                f"{num_devices} replicas * {samples // num_devices // micro} passes of {micro}: both batch sizes count prompts",
+                f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change "
+                "the memory of a pass",
+                f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
+                f"batches (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
+            ]
         else:
             notes.append(
                 "rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"
@@ -175,10 +146,21 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         if not row.smallest <= number <= row.largest:
             side = "larger" if number > row.largest else "smaller"
             notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
-        given = {name: size for name, size in row.sizes.items() if size is not None}
-        if used is not None and not given.items() <= used.items():
+        if used is not None and any(size not in (None, used[name]) for name, size in sizes.items()):
             notes.append("the repository does not use the published sizes; if they differ, prefer those of the repository")
-    if memory is not None:
+    memory = None
+    if device_bytes is not None:
+        # The fewest devices hold the state, sharded over all of them, without anything else in memory; activations and the
+        # generator have what is left on each.
+        state = number * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
+        least_devices = -(-state // device_bytes)
+        memory = {
+            "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
+            "state_gib": float(Fraction(state, GIB)),
+            "device_gib": plain_number(Fraction(device_bytes, GIB)),
+            "least_devices": least_devices,
+            "free_gib_per_device": float(Fraction(device_bytes - -(-state // least_devices), GIB)),
+        }
         notes.append(
             f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and "
             f"{REFERENCE_BYTES} for a reference policy, shared by all devices; frozen layers or a generator on "
@@ -188,7 +170,7 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         system=system,
         params=number,
         published_for=None if row is None else row.label,
-        published=None if row is None else row.sizes,
+        published=sizes,
         repository=used,
         memory=memory,
         notes=[*notes, *TRADE_OFFS],

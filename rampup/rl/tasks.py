@@ -53,18 +53,14 @@ class Arithmetic:
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
         if self.num_held_out * 2 > total:
-            raise DataError(
-                f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
-                f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand",
-                key="num_test_batches",
-            )
+            text = f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
+            text += f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand"
+            raise DataError(text, key="num_test_batches")
         if self.num_prompts is not None and self.num_prompts > total - self.num_held_out:
-            raise DataError(
-                f"num_prompts={self.num_prompts:,} must be at most {total - self.num_held_out:,}: "
-                f"max_operand={self.max_operand} gives {total:,} pairs of numbers, of which {self.num_held_out:,} are held out",
-                key="num_prompts",
-                nearest=(total - self.num_held_out,),
-            )
+            most = total - self.num_held_out
+            text = f"num_prompts={self.num_prompts:,} must be at most {most:,}: max_operand={self.max_operand} gives {total:,} "
+            text += f"pairs of numbers, of which {self.num_held_out:,} are held out"
+            raise DataError(text, key="num_prompts", nearest=(most,))
 
     @property
     def max_prompt_length(self) -> int:
@@ -85,13 +81,13 @@ class Arithmetic:
             epoch, place = divmod(start, number)
             order = stable_permutation((self.seed, epoch), number)
             end = min(place + stop - start, number)
-            found += [self._prompt(pair) for pair in self._pairs(held_out, held_out + number)[order[place:end]]]
+            found += self._prompts(held_out + order[place:end])
             start += end - place
         return found
 
     def held_out(self, start: int, stop: int) -> list[str]:
         """Return evaluation prompts."""
-        return [self._prompt(pair) for pair in self._pairs(start, stop)]
+        return self._prompts(slice(start, stop))
 
     def answer(self, prompt: str) -> str:
         """Return the right answer to a prompt."""
@@ -116,13 +112,10 @@ class Arithmetic:
         """Return 1 for every right response and 0 for the others."""
         return [float(response == self.answer(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
 
-    def _pairs(self, start: int, stop: int) -> np.ndarray:
+    def _prompts(self, places: slice | np.ndarray) -> list[str]:
         # One order for all seeds, so that runs with different seeds are evaluated on the same prompts.
-        return stable_permutation((0,), (self.max_operand + 1) ** 2)[start:stop]
-
-    def _prompt(self, pair: int) -> str:
-        a, b = divmod(int(pair), self.max_operand + 1)
-        return f"{a}+{b}="
+        pairs = stable_permutation((0,), (self.max_operand + 1) ** 2)[places]
+        return ["{}+{}=".format(*divmod(pair, self.max_operand + 1)) for pair in pairs.tolist()]
 
 
 def stable_permutation(identity: tuple[int, ...], number: int) -> np.ndarray:

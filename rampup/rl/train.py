@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
 from rampup.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
 from rampup.rl.policy import critic_of, critic_params, in_replica
-from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, rollout_step
+from rampup.rl.rollout import RolloutOptions, RolloutState, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 
@@ -69,37 +69,24 @@ HEARTBEAT_SECONDS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """The result of a run; the first eight attributes are those of `rampup train --json`.
+    """The result of a run; the first eight attributes are those of `rampup train --json`."""
 
-    Attributes:
-        steps: rollouts that are trained on completely.
-        samples: samples that they generated.
-        accuracy_before, accuracy_after: share of right answers to held-out prompts before the first rollout and in the last
-            evaluation; None without evaluation.
-        reward_first, reward_last: mean reward of the first and of the newest rollout; None before the first one.
-        num_compilations: programs built by this process for the rollouts, by role.
-        checkpoint: folder of the newest checkpoint, or None.
-        metrics: the metrics file.
-        interrupted: whether a signal ended the run early.
-        resumed_from: optimizer steps that earlier processes had done.
-        seconds: duration of this process's part of the run, without the warm start.
-        optimizer_steps: optimizer steps done, which the lines of the run count.
-        seconds_by_part: seconds of generation, scoring and update in the rollouts that this process trained on completely.
-    """
-
-    steps: int
-    samples: int
+    steps: int  # rollouts that are trained on completely
+    samples: int  # samples that they generated
+    # Share of right answers to held-out prompts before the first rollout and in the last evaluation; None without evaluation.
     accuracy_before: float | None
     accuracy_after: float | None
+    # Mean reward of the first and of the newest rollout; None before the first one.
     reward_first: float | None
     reward_last: float | None
-    num_compilations: dict[str, int]
-    checkpoint: str | None
-    metrics: str
-    interrupted: bool
-    resumed_from: int
-    seconds: float
-    optimizer_steps: int
+    num_compilations: dict[str, int]  # programs built by this process for the rollouts, by role
+    checkpoint: str | None  # folder of the newest checkpoint
+    metrics: str  # the metrics file
+    interrupted: bool  # whether a signal ended the run early
+    resumed_from: int  # optimizer steps that earlier processes had done
+    seconds: float  # duration of this process's part of the run, without the warm start
+    optimizer_steps: int  # optimizer steps done, which the lines of the run count
+    # Of generation, scoring and update in the rollouts that this process trained on completely.
     seconds_by_part: dict[str, float]
 
 
@@ -125,42 +112,33 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     check_joined()
     enable_compilation_cache(config.jax_cache_dir)
     check_consistent(config.to_dict())
-    run = RolloutRun.from_config(config)
+    run = RolloutRun(config)
     folder = as_path(config.base_output_directory) / config.run_name
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(HEARTBEAT_SECONDS), owned:
         return run.train(on_event)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRun:
-    """A run, built once from its configuration."""
+    """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains.
 
-    config: RolloutConfig
-    schedule: RolloutSchedule  # its optimizer steps
-    mesh: Mesh
-    model: LanguageModel  # of the policy
-    task: Arithmetic  # the prompts and their reward
-    rates: dict[str, LearningRate]  # of each model
-    step: RolloutStep  # generation and updates
+    Raises:
+        RampupError: the configuration cannot be run here.
+    """
 
-    @classmethod
-    def from_config(cls, config: RolloutConfig) -> RolloutRun:
-        """Build everything, and check everything that can be checked. Nothing is written.
-
-        Raises:
-            RampupError: the configuration cannot be run here.
-        """
-        schedule = build_rollout_schedule(config, jax.device_count())
-        mesh = make_mesh(mesh_axes(config, jax.device_count()))
-        task = Arithmetic(
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config, num_devices = config, jax.device_count()
+        self.schedule = schedule = build_rollout_schedule(config, num_devices)  # its optimizer steps
+        self.mesh = mesh = make_mesh(mesh_axes(config, num_devices))
+        # The prompts and their reward.
+        self.task = task = Arithmetic(
             max_operand=config.max_operand,
             num_held_out=config.test_batch_start_index + config.eval_prompts,
             num_prompts=config.num_prompts,
             seed=config.data_shuffle_seed,
         )
         _check(config, task, mesh)
-        model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
+        self.model = model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)  # of the policy
         model.shardings(mesh)  # refuses axes that do not divide the model
         options = RolloutOptions(
             # Rows are no longer than the task needs.
@@ -183,9 +161,9 @@ class RolloutRun:
             **{name: getattr(config, name) for name in _SAME_NAMES},
         )
         peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
-        rates = {name: LearningRate.from_config(config, schedule.ramp_plan(name), peak=peak) for name, peak in peaks.items()}
-        txs = {name: optimizer_from_config(config, rate) for name, rate in rates.items()}
-        step = rollout_step(
+        self.rates = {n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak) for n, peak in peaks.items()}
+        txs = {name: optimizer_from_config(config, rate) for name, rate in self.rates.items()}
+        self.step = rollout_step(
             model,
             txs["policy"],
             schedule,
@@ -195,7 +173,6 @@ class RolloutRun:
             critic=(critic_of(model, mesh), txs["critic"]) if "critic" in txs else None,
             skip_nonfinite=config.skip_nonfinite > 0,
         )
-        return cls(config=config, schedule=schedule, mesh=mesh, model=model, task=task, rates=rates, step=step)
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
@@ -236,31 +213,19 @@ class RolloutRun:
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
         (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
-        steps = self.schedule.rollouts_before(summary.steps)
+        is_done = summary.steps >= self.schedule.total_steps
         return RolloutSummary(
-            steps=steps,
+            steps=self.schedule.num_rollouts if is_done else self.schedule.at(summary.steps).rollout,
             samples=last.get("consumed_samples", 0),
             accuracy_before=first_eval.get("accuracy"),
             accuracy_after=last_eval.get("accuracy"),
             reward_first=first.get("reward"),
             reward_last=last.get("reward"),
             num_compilations=self.step.compilations,
-            checkpoint=summary.checkpoint,
-            metrics=summary.metrics,
-            interrupted=summary.interrupted,
-            resumed_from=summary.resumed_from,
-            seconds=summary.seconds,
+            **{name: getattr(summary, name) for name in ("checkpoint", "metrics", "interrupted", "resumed_from", "seconds")},
             optimizer_steps=summary.steps,
             seconds_by_part={name: round(seconds, 3) for name, seconds in self.step.seconds_by_part.items()},
         )
-
-    def batches(self, schedule: RolloutSchedule, start: int) -> Iterator[_Update]:
-        """Return the positions of the optimizer steps from one on, in a schedule that may have grown."""
-        return (_Update(schedule.at(step)) for step in range(start, schedule.total_steps))
-
-    def prompts(self, start: int, stop: int) -> list[list[int]]:
-        """Return the training prompts from one number, counted over the run, to another."""
-        return [encode(prompt) for prompt in self.task.prompts(start, stop)]
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
         """Return the share of right answers to the held-out prompts, sampled as in training, and of the greedy answers."""
@@ -300,11 +265,15 @@ class RolloutRun:
             components += (AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),)
             for rollout, _, prompts in rows[1:]:
                 schedule = schedule.grown(rollout, prompts)
+
+        def batches_of(schedule: RolloutSchedule) -> Callable[[int], Iterator[_Update]]:
+            return lambda start: (_Update(schedule.at(step)) for step in range(start, schedule.total_steps))
+
         return Loop(
             plan=schedule,
             step=_LoopStep(self),
-            batches=functools.partial(self.batches, schedule),
-            batches_of=lambda other: functools.partial(self.batches, other),
+            batches=batches_of(schedule),
+            batches_of=batches_of,
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=lambda step: self.rates[at(step).model].at(at(step).model_step),
@@ -338,10 +307,9 @@ class RolloutRun:
             num_devices=replicas,
             total_steps=config.warm_start_steps,
         )
-        tx = make_optimizer(
-            LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1), weight_decay=0.0
-        )
-        step, state = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh), None
+        rate = LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1)
+        tx = make_optimizer(rate, weight_decay=0.0)
+        step = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh)
         state = create_state(params, tx, self.mesh)
         # Another order than that of the rollouts.
         task = replace(self.task, seed=self.task.seed + 2**31)
@@ -372,7 +340,10 @@ class _LoopStep(LoopStep):
         return self._run.step.waited_seconds
 
     def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:
-        return self._run.step.update(state, batch.position, self._run.prompts)
+        def prompts(start: int, stop: int) -> list[list[int]]:
+            return [encode(prompt) for prompt in self._run.task.prompts(start, stop)]
+
+        return self._run.step.update(state, batch.position, prompts)
 
     def close(self) -> None:
         self._run.step.close()
@@ -380,33 +351,19 @@ class _LoopStep(LoopStep):
 
 def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch, length = config.warm_start_batch_size, config.max_prompt_length
-    rules = (
-        (
-            config.grpo_beta == 0 or config.enable_reference_policy,
-            "rl.grpo_beta",
-            f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0",
-            (0,),
-        ),
-        (
-            length >= task.max_prompt_length,
-            "max_prompt_length",
-            f"max_prompt_length={length} must be at least {task.max_prompt_length}, the length of a prompt with "
-            f"max_operand={config.max_operand}",
-            (task.max_prompt_length,),
-        ),
-        (
-            batch % replicas == 0,
-            "warm_start_batch_size",
-            f"warm_start_batch_size={batch} must be a multiple of the {replicas} devices that share a batch",
-            nearest_multiples(batch, replicas),
-        ),
-        (
-            config.grpo_epsilon < 1,
-            "rl.grpo_epsilon",
-            f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped ratio is positive",
-            (0.2,),
-        ),
-    )
-    raise_together([ConfigError(message, key=key, nearest=nearest) for holds, key, message, nearest in rules if not holds])
+    problems, beta, epsilon = [], config.grpo_beta, config.grpo_epsilon
+    if beta > 0 and not config.enable_reference_policy:
+        text = f"rl.grpo_beta={beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0"
+        problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
+    if config.max_prompt_length < (longest := task.max_prompt_length):
+        text = f"max_prompt_length={config.max_prompt_length} must be at least {longest}, the length of a prompt with "
+        text += f"max_operand={config.max_operand}"
+        problems.append(ConfigError(text, key="max_prompt_length", nearest=(longest,)))
+    batch, replicas = config.warm_start_batch_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch % replicas:
+        text = f"warm_start_batch_size={batch} must be a multiple of the {replicas} devices that share a batch"
+        problems.append(ConfigError(text, key="warm_start_batch_size", nearest=nearest_multiples(batch, replicas)))
+    if epsilon >= 1:
+        text = f"rl.grpo_epsilon={epsilon} must be below 1, so that a clipped ratio is positive"
+        problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
+    raise_together(problems)

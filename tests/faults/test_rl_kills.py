@@ -55,30 +55,25 @@ class RolloutCampaign(Campaign):
         assert_same_run(self.base / name, self.base / "whole", self.steps)
 
 
-def kill_often(base, kills, rollouts, **others):
-    """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
-    # Two passes over two mini batches or one, of the critic and of the policy.
-    steps = rollouts * (4 if others.get("mini_batch_size") == -1 else 8)
-    # A pause that reaches over a random number of the next eight updates.
-    campaign = RolloutCampaign(base, steps=steps, pause=0.05, seed=0)
-    campaign.common = {"base_output_directory": str(base), "num_batches": rollouts, **others}
-    campaign.finish("whole")
-    campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
-
-
 TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
 SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
+ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}]
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("sizes", [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}], ids=str)
-def test_thirty_kills(sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("kills", "rollouts", "sizes"),
+    [
+        *(pytest.param(2, 2, sizes, marks=pytest.mark.slow) for sizes in SIZES),
+        *(pytest.param(30, 12, sizes, marks=pytest.mark.faults) for sizes in ALL_SIZES),
+    ],
+    ids=str,
+)
+def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(kills, rollouts, sizes, tmp_path):
     """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
-    kill_often(tmp_path, kills=30, rollouts=12, **sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(sizes, tmp_path):
-    """Two kills in a short run."""
-    kill_often(tmp_path, kills=2, rollouts=2, **sizes)
+    # Two passes over two mini batches or one, of the critic and of the policy.
+    steps = rollouts * (4 if sizes.get("mini_batch_size") == -1 else 8)
+    # A pause that reaches over a random number of the next eight updates.
+    campaign = RolloutCampaign(tmp_path, steps=steps, pause=0.05, seed=0)
+    campaign.common = {"base_output_directory": str(tmp_path), "num_batches": rollouts, **sizes}
+    campaign.finish("whole")
+    campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])

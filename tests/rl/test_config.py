@@ -162,12 +162,8 @@ def test_counts_reject_bad_numbers(name):
 )
 def test_num_steps_agrees_with_counting(sizes, fraction):
     """Steps are the full batches of counting prompts one by one. None at all is an error."""
-    asked = [
-        i
-        for i in range(sizes["num_batches"] * sizes["batch_size"])
-        if i + 1 <= sizes["num_batches"] * sizes["batch_size"] * fraction
-    ]
-    prompts = asked[: sizes["num_prompts"]] * sizes["num_epoch"]
+    total = sizes["num_batches"] * sizes["batch_size"]
+    prompts = [i for i in range(total) if i + 1 <= total * fraction][: sizes["num_prompts"]] * sizes["num_epoch"]
     steps = len(range(0, len(prompts) - sizes["batch_size"] + 1, sizes["batch_size"]))
     keys = sizes | {"train_fraction": fraction, "num_test_batches": 0}
     try:
@@ -187,11 +183,10 @@ counts = st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12])
         {
             "batch_size": st.integers(1, 24),
             "num_generations": st.integers(1, 6),
-            "mini_batch_size": counts,
-            "train_micro_batch_size": counts,
-            "rollout_micro_batch_size": counts,
-            "critic_mini_batch_size": counts,
-            "critic_train_micro_batch_size": counts,
+            **{
+                f"{of}_batch_size": counts
+                for of in ("mini", "train_micro", "rollout_micro", "critic_mini", "critic_train_micro")
+            },
             "enable_critic": st.booleans(),
             "pad_microbatches": st.booleans(),
             "ici_tensor_parallelism": st.sampled_from([1, 2]),
@@ -220,9 +215,8 @@ def test_default_sizes():
     assert (plan.policy_updates.mini_batch_samples, plan.policy_updates.microbatch_size) == (96, 16)
     assert plan.critic_updates.to_dict() == plan.policy_updates.to_dict()
     assert plan.sequences_per_call == 32
-    plan = build_rollout_plan(
-        RolloutConfig(batch_size=24, enable_critic=True, critic_mini_batch_size=8, critic_num_iterations=3), 2
-    )
+    config = RolloutConfig(batch_size=24, enable_critic=True, critic_mini_batch_size=8, critic_num_iterations=3)
+    plan = build_rollout_plan(config, 2)
     assert (plan.policy_updates.mini_batch_samples, plan.policy_updates.accumulation_steps, plan.generate_calls) == (192, 1, 1)
     assert (plan.critic_updates.mini_batch_samples, plan.critic_updates.optimizer_steps) == (64, 9)
 
@@ -234,12 +228,8 @@ def test_build_rollout_plan_errors_have_the_location():
         build_rollout_plan(config, 4)
     with pytest.raises(BatchDivisibilityError, match=r"\[batch_size: .*rl.yml:\d+\]"):
         build_rollout_plan(load_rollout_config(RL), 7)
-
-
-def test_build_rollout_plan_needs_devices():
-    """Without a number of devices there is no plan."""
     with pytest.raises(ConfigError, match="num_devices=-1"):
-        build_rollout_plan(RolloutConfig())
+        build_rollout_plan(load_rollout_config(RL))
 
 
 def test_rollout_notes_about_dropped_prompts():
@@ -248,8 +238,7 @@ def test_rollout_notes_about_dropped_prompts():
     notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
     assert "4 prompts do not fill a last batch_size=32" in notes
     assert "29 prompts of an evaluation" in notes
-    clean = RolloutConfig()
-    assert rollout_notes(clean, build_rollout_plan(clean, 4)) == ()
+    assert rollout_notes(RolloutConfig(), build_rollout_plan(RolloutConfig(), 4)) == ()
 
 
 def test_load_rejects_the_other_kind_of_file():

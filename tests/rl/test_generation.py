@@ -28,32 +28,23 @@ def params_of_model():
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
 
 
-def from_whole_rows(found):
-    """Return the log-probabilities of the responses by a forward pass over the whole rows."""
-    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
-    expected = np.zeros_like(found.log_probabilities)
-    for row, (start, length) in enumerate(zip(found.prompt_length, found.response_length, strict=True)):
-        expected[row, :length] = log_p[row, start - 1 : start - 1 + length]
-    return expected
-
-
 @pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
-    """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices."""
-    options = {"max_response_length": 9, "end_token": 2, "seed": 3}
-    found = generate(
-        MODEL, jax.device_put(params_of_model(), MODEL.shardings(toy.mesh_of(mesh))), PROMPTS, mesh=toy.mesh_of(mesh), **options
-    )
-    np.testing.assert_allclose(found.log_probabilities, from_whole_rows(found), atol=1e-5)
+    """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices.
+
+    A row is prompt, response, padding. The end token is the last one of a response and counts.
+    """
+    options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)
+    placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
+    found = generate(MODEL, placed, PROMPTS, mesh=devices, **options)
+    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
     assert len(set(found.response_length.tolist())) > 1
     if mesh != "one":
         np.testing.assert_array_equal(found.tokens, generate(MODEL, params_of_model(), PROMPTS, **options).tokens)
-
-
-def test_responses_follow_the_prompt_and_end_with_the_end_token():
-    """A row is prompt, response, padding. The end token is the last one of a response and counts."""
-    found = generate(MODEL, params_of_model(), PROMPTS, max_response_length=9, end_token=2, seed=3)
-    for prompt, tokens, start, length in zip(PROMPTS, found.tokens, found.prompt_length, found.response_length, strict=True):
+    for row, (prompt, start, length) in enumerate(zip(PROMPTS, found.prompt_length, found.response_length, strict=True)):
+        tokens, whole = found.tokens[row], np.zeros(9)
+        whole[:length] = log_p[row, start - 1 : start - 1 + length]
+        np.testing.assert_allclose(found.log_probabilities[row], whole, atol=1e-5)
         response = tokens[start : start + length].tolist()
         assert tokens[:start].tolist() == prompt
         assert 2 not in response[:-1]
@@ -137,29 +128,26 @@ def test_packed_rows_are_computed_like_single_ones():
 
 
 @pytest.mark.parametrize(
-    ("call", "key"),
+    ("call", "key", "rule"),
     [
-        (lambda: generate(MODEL, params_of_model(), [[1], []], max_response_length=3), "max_prompt_length"),
-        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=0), "max_response_length"),
-        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=1.5), "max_response_length"),
-        (lambda: Sampling(temperature=-1), "decode_sampling_temperature"),
-        (lambda: Sampling(temperature=float("nan")), "decode_sampling_temperature"),
-        (lambda: Sampling(top_k=1.5), "decode_sampling_top_k"),
-        (lambda: Sampling(top_p=0), "decode_sampling_nucleus_p"),
-        (lambda: Sampling(top_p=2), "decode_sampling_nucleus_p"),
+        (
+            lambda: generate(MODEL, params_of_model(), [[1], []], max_response_length=3),
+            "max_prompt_length",
+            "1 has 0.*leave it",
+        ),
+        (lambda: pad_prompts([[]], 2), "max_prompt_length", "prompt 0 has 0 tokens.*leave it out$"),
+        (lambda: pad_prompts([[1, 2], [1, 2, 3]], 2), "max_prompt_length", "prompt 1 has 3 tokens.* set max_prompt_length=3"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=0), "max_response_length", "at least 1"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=1.5), "max_response_length", "whole number"),
+        (lambda: Sampling(temperature=-1), "decode_sampling_temperature", "at least 0"),
+        (lambda: Sampling(temperature=float("nan")), "decode_sampling_temperature", "at least 0"),
+        (lambda: Sampling(top_k=1.5), "decode_sampling_top_k", "0 or more"),
+        (lambda: Sampling(top_p=0), "decode_sampling_nucleus_p", "above 0"),
+        (lambda: Sampling(top_p=2), "decode_sampling_nucleus_p", "at most 1"),
     ],
 )
-def test_bad_input_is_refused(call, key):
-    """Empty prompts, lengths below 1, and every number of the sampling outside its range."""
-    with pytest.raises((ConfigError, DataError)) as caught:
+def test_bad_input_is_refused(call, key, rule):
+    """Empty and long prompts, lengths below 1, and every number of the sampling outside its range."""
+    with pytest.raises((ConfigError, DataError), match=rule) as caught:
         call()
     assert caught.value.key == key
-
-
-def test_pad_prompts_rejects_long_prompts():
-    """The error has the number of the prompt and the size that would be enough."""
-    with pytest.raises(DataError, match=r"prompt 1 has 3 tokens.*max_prompt_length=3") as caught:
-        pad_prompts([[1, 2], [1, 2, 3]], 2)
-    assert caught.value.nearest == (3,)
-    with pytest.raises(DataError, match=r"prompt 0 has 0 tokens.*leave it out$"):
-        pad_prompts([[]], 2)

@@ -30,14 +30,17 @@ def run(tmp_path_factory):
     return folder / "rl"
 
 
-def test_load_returns_the_policy(run):
-    """Configuration, model and parameters belong together: the model runs, and has the logits that generation sees."""
+def test_load_returns_the_policy(run, capsys):
+    """Configuration, model and parameters belong together: the model has the logits that generation and its command see."""
     loaded = rampup.load(run)
     assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (4, 9, 8)
     assert loaded.params is loaded.state["params"]
     logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
     best = int(logits[0, -1].argmax())
     assert loaded.generate("3+4=", 1, temperature=0) == ("" if best == 10 else bytes([best]).decode(errors="replace"))
+    assert main(["generate", str(run), "--prompt", "3+4=", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["text"]) == (4, loaded.generate("3+4=", 5, temperature=0))
 
 
 def test_a_response_ends_with_its_end_token(run):
@@ -49,21 +52,11 @@ def test_a_response_ends_with_its_end_token(run):
     assert loaded.generate("3+4=", 40, seed=3) == whole.partition("\n")[0]
 
 
-def test_generate_command(run, capsys):
-    """`rampup generate` asks the policy."""
-    assert main(["generate", str(run), "--prompt", "3+4=", "--tokens", "5", "--temperature", "0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["text"]) == (4, rampup.load(run).generate("3+4=", 5, temperature=0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"dataset_type": "tokens"}, "a tokenizer that rampup does not know made its tokens"), ({}, "from 1 to")],
-)
-def test_generate_says_why_it_cannot(run, settings, words):
-    """A model without text, and an argument out of range, each by its own rule."""
+def test_generate_says_why_it_cannot(run):
+    """An argument out of range, and a model without text, each by its own rule."""
     loaded = rampup.load(run)
-    if settings:
-        loaded = dataclasses.replace(loaded, config=rampup.Config(**settings, grain_train_files="x"))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match="from 1 to"):
         loaded.generate("3+4=", 0)
+    config = rampup.Config(dataset_type="tokens", grain_train_files="x")
+    with pytest.raises(ConfigError, match="a tokenizer that rampup does not know made its tokens"):
+        dataclasses.replace(loaded, config=config).generate("3+4=", 5)

@@ -10,10 +10,9 @@ import optax
 import pytest
 
 from rampup.engine.mesh import make_mesh
-from rampup.errors import ConfigError
 from rampup.plan import MeshAxes
 from rampup.rl.losses import grpo_loss
-from rampup.rl.noise import PromptNoise, block_facts, size_advice
+from rampup.rl.noise import PromptNoise, advice_from_line, block_facts
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.rollout import RolloutOptions, rollout_step
 from rampup.rl.sizes import Size, Training
@@ -56,26 +55,28 @@ def test_both_parts_are_those_of_the_gaussian_model(weights):
     The prompts of a step count as many as their weights make of them: a step of P prompts has the noise of the scale, over P.
     """
     found, (between, within) = gaussian_noise(800, 60, np.random.default_rng(1), **weights)
-    for truth, estimates in ((between, [one.between for one in found]), (within, [one.within for one in found])):
+    *parts, scales = zip(*(one.estimates(N) for one in found), strict=True)
+    for truth, estimates in zip((between, within), parts, strict=True):
         assert np.mean([one.value for one in estimates]) == pytest.approx(truth, rel=0.02)
         assert 0.87 <= np.mean([one.low <= truth <= one.high for one in estimates]) <= 0.93
     scale = (between + within / N) / G2
-    estimates = [one.scale(N) for one in found]
-    assert 0.87 <= np.mean([one.low <= scale <= (one.high or np.inf) for one in estimates]) <= 0.93
+    assert 0.87 <= np.mean([one.low <= scale <= (one.high or np.inf) for one in scales]) <= 0.93
 
 
 def test_advice_follows_from_both_parts():
     """More responses or more prompts, by the cost of a prompt; a batch that is used twice needs twice the prompts."""
     (noise,), _ = gaussian_noise(1, 400, np.random.default_rng(0), tokens=False)
-    parts = noise.between, noise.within, noise.scale(N)
-    once, twice = (size_advice(*parts, responses=N, cost_per_prompt=3.0, reuse=reuse) for reuse in (1, 2))
+    names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
+    found = dict(zip(names, noise.estimates(N), strict=True))
+    line = {name + end: getattr(x, end[1:] or "value") for name, x in found.items() for end in ("", "_low", "_high")}
+    once, twice = (advice_from_line(line, responses=N, cost_per_prompt=3.0, reuse=reuse) for reuse in (1, 2))
     rows = {row["num_generations"]: row for row in once["choices"]}
     assert rows[N]["relative_prompts"] == rows[N]["relative_cost"] == 1
     assert rows[2]["relative_prompts"] > 1 > rows[64]["relative_prompts"]
     assert once["best_num_generations"] == pytest.approx((3 * WITHIN / B) ** 0.5, rel=0.1)
     assert min(rows, key=lambda n: rows[n]["relative_cost"]) in (4, 8)
     assert twice["noise_scale_prompts"]["value"] == pytest.approx(2 * once["noise_scale_prompts"]["value"])
-    assert size_advice(*parts, responses=N)["best_num_generations"] == 2
+    assert advice_from_line(line, responses=N)["best_num_generations"] == 2
 
 
 def logits(params, tokens):
@@ -89,11 +90,11 @@ def block_gradient(params, rows):
     return jax.grad(lambda p: grpo_loss(logits)(p, rows, None)[0])(params)
 
 
-def step_on(devices, *, microbatch=4, **options):
+def step_on(devices, **options):
     """Return a rollout step of eight prompts on some devices, and its state."""
     training = Training(
         mini_batch=Size(count=8, unit="prompts"),
-        microbatch=Size(count=microbatch, unit="samples"),
+        microbatch=Size(count=4, unit="samples"),
         data_parallel_size=devices,
         num_epochs=2,
     )
@@ -114,8 +115,9 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
     programs, updates = [], []
     for measures in (False, True):
         step, state = step_on(2, measure_gradient_noise=measures)
-        passes, params = [], []
-        found = record(step, passes)
+        passes, found, params = [], [], []
+        record(step, "_passes", passes)
+        record(step, "_train", found)
         for rollout in range(2):
             before = np.asarray(state.params)
             state, _ = step(state, [[n % 6] for n in range(8)])
@@ -134,7 +136,7 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
             q, g = sum((np.square(x).sum() / w) for x, w in zip(grads, weights, strict=True)), sum(grads) / weights.sum()
             trace = (q - weights.sum() * np.square(g).sum()) / 15
             assert float(noise["trace"]) == pytest.approx(trace, rel=1e-4)
-            assert noise["layout_facts"] == block_facts(weights_of(batch), batch["group"], 2).tolist()
+            assert noise["layout_facts"] == block_facts(batch["weights"].sum(axis=2), batch["group"], 2).tolist()
         updates.append(params)
         (program,) = step._steps["policy"]._compiler._programs.values()
         programs.append(collections.Counter(COLLECTIVE.findall(program.as_text())))
@@ -144,30 +146,12 @@ def test_a_step_measures_the_blocks_of_both_orders_without_a_collective():
     np.testing.assert_allclose(updates[0], updates[1], rtol=1e-4, atol=1e-6)
 
 
-def record(step, passes):
-    """Append the passes of every update to a list, and return the list of what the updates return."""
-    make, train, found = step._passes, step._train, []
+def record(step, method, found):
+    """Append to a list what a method of a step returns; mappings are copied before the step takes entries out of them."""
+    run = getattr(step, method)
 
-    def recorded_passes(*args):
-        passes.append(make(*args))
-        return dict(passes[-1])
+    def recorded(*args):
+        found.append(run(*args))
+        return dict(found[-1]) if isinstance(found[-1], dict) else found[-1]
 
-    def recorded_train(*args):
-        found.append(train(*args))
-        return found[-1]
-
-    step._passes, step._train = recorded_passes, recorded_train
-    return found
-
-
-def weights_of(batch):
-    """Return the weight of every row."""
-    return batch["weights"].sum(axis=2)
-
-
-@pytest.mark.parametrize(("microbatch", "options"), [(2, {}), (4, {"keep_prompts_together": False})])
-def test_passes_that_cannot_tell_the_parts_apart_are_refused(microbatch, options):
-    """One sample per replica and pass, and responses that are shuffled one by one."""
-    with pytest.raises(ConfigError) as caught:
-        step_on(2, microbatch=microbatch, measure_gradient_noise=True, **options)
-    assert caught.value.key == "measure_gradient_noise"
+    setattr(step, method, recorded)

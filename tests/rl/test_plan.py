@@ -20,7 +20,7 @@ def per_replica(count):
 def make(batch=64, n=4, mini=16, micro=2, replicas=4, **options):
     """Return a plan of 64 prompts * 4 responses."""
     policy = Training(mini_batch=prompts(mini), microbatch=per_replica(micro), data_parallel_size=replicas, num_epochs=2)
-    return RolloutPlan(rollout_batch=prompts(batch), samples_per_prompt=n, policy=policy, **options)
+    return RolloutPlan(**{"rollout_batch": prompts(batch), "samples_per_prompt": n, "policy": policy} | options)
 
 
 def test_plan_numbers():
@@ -93,10 +93,10 @@ def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
     """Mini batches in prompts per replica, with 2 replicas, cannot make up 3 prompts. The error is about the batch."""
     policy = Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)
     with pytest.raises(BatchDivisibilityError) as caught:
-        RolloutPlan(rollout_batch=prompts(3), samples_per_prompt=2, policy=policy)
+        make(batch=3, n=2, policy=policy)
     assert (caught.value.key, caught.value.nearest) == ("rollout_batch", (2, 4))
     for count in caught.value.nearest:
-        RolloutPlan(rollout_batch=prompts(count), samples_per_prompt=2, policy=policy)
+        make(batch=count, n=2, policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,14 @@ def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
         {"generation": Size(count=5, unit="tokens")},
         {"replicas": 0},
         {"batch": 10**9, "n": 2},
+        {"policy": Training(mini_batch=Size(count=4, unit="tokens"))},
+        {"policy": Training(mini_batch=prompts(4), microbatch=Size(count=4, unit="tokens"))},
+        {"policy": Training(mini_batch=prompts(4), num_epochs=0)},
+        {"policy": Training(mini_batch=prompts(4), num_stages=1.5)},
     ],
 )
 def test_plan_rejects_bad_counts(options):
-    """Counts that are not positive whole numbers raise errors with a key."""
+    """Counts that are not positive whole numbers raise errors with a key; tokens are only a budget per replica."""
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert caught.value.key

@@ -21,8 +21,7 @@ def test_schedule_counts_every_optimizer_step_once():
         critic_num_iterations=1,
     )
     schedule = build_rollout_schedule(config, 1)
-    seen, samples = {"policy": 0, "critic": 0}, 0
-    position = 0
+    seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
     for rollout, (batch, responses) in enumerate([(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]):
         for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
             for update in range(updates):
@@ -38,7 +37,7 @@ def test_schedule_counts_every_optimizer_step_once():
     assert {model: schedule.optimizer_steps(model) for model in seen} == seen
     # One shape for all stages: a pass of 2 * 2 samples.
     assert (schedule.pass_samples("policy"), schedule.sequences_per_call, schedule.max_samples) == (4, 4, 64)
-    assert schedule.max_passes("policy") == 4
+    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 4
     with pytest.raises(ResumeMismatchError):
         schedule.at(position)
 

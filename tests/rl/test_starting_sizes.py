@@ -10,27 +10,32 @@ from rampup.rl.starting_sizes import SYSTEMS, suggest
 
 
 @pytest.mark.parametrize(
-    ("params", "label", "published", "repository"),
+    ("system", "params", "label", "published", "repository", "is_guess"),
     [
-        ("125M", "125M-1B", (32, 128, 128, None), (32, 128, 16, 4)),
-        ("1B", "125M-1B", (32, 128, 128, None), (8, 64, 16, 4)),
-        ("1000000001", "6B", (4, 128, 16, None), (4, 64, 16, 4)),
-        ("6B", "6B", (4, 128, 16, None), (4, 64, 16, 4)),
-        ("6.1B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
-        ("70B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
+        ("trlx", "125M", "125M-1B", (32, 128, 128, None), (32, 128, 16, 4), False),
+        ("trlx", "1B", "125M-1B", (32, 128, 128, None), (8, 64, 16, 4), False),
+        ("trlx", "1000000001", "6B", (4, 128, 16, None), (4, 64, 16, 4), True),
+        ("trlx", "6B", "6B", (4, 128, 16, None), (4, 64, 16, 4), False),
+        ("trlx", "6.1B", "20B", (1, 16, 4, 2), (1, 16, 4, 2), True),
+        ("trlx", "70B", "20B", (1, 16, 4, 2), (1, 16, 4, 2), True),
+        ("skyrl", "125M", "0.5B-3B", (512, 128, 2, 8, 4), None, True),
+        ("skyrl", "3B", "0.5B-3B", (512, 128, 2, 8, 4), None, False),
+        ("skyrl", "3000000001", "7B-14B", (256, 64, 1, 8, 8), None, True),
+        ("skyrl", "14B", "7B-14B", (256, 64, 1, 8, 8), None, False),
+        ("skyrl", "70B", "70B+", (128, 32, 1, 4, 16), None, False),
     ],
 )
-def test_suggest_for_trlx(params, label, published, repository):
-    """The row of this model size or the next larger one applies, together with the repository's sizes."""
-    suggestion = suggest(params, system="trlx").to_dict()
-    assert suggestion["published_for"] == label
-    assert tuple(suggestion["published"].values()) == published
-    assert tuple(suggestion["repository"].values()) == repository
-    assert suggestion["memory"] is None
+def test_suggest_from_a_table(system, params, label, published, repository, is_guess):
+    """The row of this model size or the next larger one, the repository's sizes, what follows from them, and the source."""
+    suggestion = suggest(params, system=system).to_dict()
+    assert (suggestion["published_for"], tuple(suggestion["published"].values())) == (label, published)
+    assert (suggestion["repository"] and tuple(suggestion["repository"].values()), suggestion["memory"]) == (repository, None)
     text = " ".join(suggestion["notes"])
-    assert "rampup tune" in text
-    assert "noisier" in text
-    assert "diverse experience" in text
+    words = ["rampup tune", "noisier", "diverse experience"]
+    words += ["out of memory: first trainer.gradient_checkpointing=true", "slow: fewer responses"] if system == "skyrl" else []
+    assert all(word in text for word in words)
+    assert text.count("community guide") == 1
+    assert ("a guess" in text) == is_guess
 
 
 @pytest.mark.parametrize(
@@ -41,29 +46,6 @@ def test_memory_rule_of_thumb(params, gib, devices):
     memory = suggest(params, system="verl", memory_gib=gib).memory
     assert memory["least_devices"] == devices
     assert 0 <= memory["free_gib_per_device"] < gib
-
-
-@pytest.mark.parametrize(
-    ("params", "label", "sizes"),
-    [
-        ("125M", "0.5B-3B", (512, 128, 2, 8, 4)),
-        ("3B", "0.5B-3B", (512, 128, 2, 8, 4)),
-        ("3000000001", "7B-14B", (256, 64, 1, 8, 8)),
-        ("14B", "7B-14B", (256, 64, 1, 8, 8)),
-        ("70B", "70B+", (128, 32, 1, 4, 16)),
-    ],
-)
-def test_suggest_for_skyrl(params, label, sizes):
-    """The three published configurations, what follows from them, and the source, once."""
-    suggestion = suggest(params, system="skyrl")
-    found = suggestion.to_dict()
-    assert (found["published_for"], tuple(found["published"].values())) == (label, sizes)
-    assert found["repository"] is None
-    text = " ".join(suggestion.notes)
-    assert text.count("community guide") == 1
-    assert "out of memory: first trainer.gradient_checkpointing=true" in text
-    assert "slow: fewer responses" in text
-    assert ("a guess" in text) == (params in ("125M", "3000000001"))
 
 
 @pytest.mark.parametrize("params", ["1B", "7B", "70B"])
