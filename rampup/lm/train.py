@@ -49,8 +49,9 @@ from rampup.loop.distributed import check_consistent, join, watchdog
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.lock import own_run
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
-from rampup.loop.metrics import TENSORBOARD_FOLDER, MetricOptions, MetricWriter, TensorBoardWriter, WandbWriter, required
+from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, run_folder, write_whole
+from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp

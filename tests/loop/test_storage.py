@@ -19,8 +19,8 @@ from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
-from rampup.loop.metrics import TensorBoardWriter
 from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
+from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
 
 
