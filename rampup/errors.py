@@ -19,7 +19,7 @@ class RampupError(Exception):
     Attributes:
         key: the configuration key to change, or None.
         nearest: legal values near the rejected one, smallest first.
-        alternatives: legal values of other keys, each of which would also solve the problem.
+        alternatives: legal values of other keys; each alone would also solve the problem.
         problems: the individual errors, if `raise_together` combined several or closed the message. Otherwise empty.
     """
 

@@ -1,6 +1,6 @@
 """The batch size that follows the measured gradient noise scale: `batch_size_schedule: auto`.
 
-The rules, all of which are known before step 0:
+The rules, all known before step 0:
 
 - The sizes are the first batch times powers of two, and the largest batch. Each is checked like a phase of any other ramp.
 - The batch never shrinks, and a decision at most doubles it.

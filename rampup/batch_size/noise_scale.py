@@ -229,7 +229,7 @@ def default_half_life(plan: RampPlan) -> float:
 def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
     """Return an error for every phase whose batch is a single block, so that its noise cannot be measured.
 
-    The replicas are copies of the parameters, each of which adds up gradients of its own.
+    The replicas are copies of the parameters; each adds up its own gradients.
     """
     found = []
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):

@@ -147,7 +147,7 @@ def locate_values(
 
 
 def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
-    """Return the entries of two places, of which those nearer to the command line win.
+    """Return the entries of two places. The place nearer to the command line wins.
 
     They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset
     wins over the far values of its keys. So does a near `batch_size_schedule: auto`, with the values that it needs.

@@ -28,7 +28,7 @@ class Preset:
 
 
 def _samples(preset: str, tokens: int, length: int) -> int:
-    """Return a batch of tokens in samples, of which it must be a whole number."""
+    """Return a batch of tokens in samples, which must be a whole number."""
     if tokens % length:
         legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < length][-1:]
         rule = f"preset={preset} has batches of {tokens:,} tokens, which max_target_length={length} does not divide"

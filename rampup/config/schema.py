@@ -31,12 +31,12 @@ _LINEAR_KEYS = (
     "rampup_carry_overshoot",
 )
 
-# The keys of which one sets the length of a run.
+# The keys that set the length of a run; one of them is given.
 BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
 
 G = TypeVar("G")
 
-# A key: its default, its properties, and its documentation, of which line breaks are no part.
+# A key: its default, its properties, and its documentation, where a line break counts as a space.
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
 _ramp = partial(key, section="Ramp")
@@ -130,9 +130,8 @@ class RampKeys(Settings):
         it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always
         wait.""")
     measure_gradient_noise: bool = _batch(False, own=True, doc="""
-        Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It is compared
-        between the microbatches of a step and the replicas, of which there must be two; an automatic microbatch_size is made
-        small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
+        Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It compares
+        the microbatches of all replicas, so a step needs at least two; an automatic microbatch_size is made small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
     gradient_noise_half_life_samples: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
         Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the
         run, but at least 30 of its largest batches.""")

@@ -33,7 +33,7 @@ class RowSource(Protocol):
 
 
 class _Tokens(RowSource):
-    """Rows of at most T + 1 tokens, of which `_row` returns one by its number."""
+    """Rows of at most T + 1 tokens. `_row` returns one by its number."""
 
     def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
         self.paths = tuple(paths)  # the files that the rows come from, in order

@@ -124,7 +124,7 @@ def read_commands(
         text: the script.
         path: its file, or another name of its source in the folder where it would run.
         given: values of variables, which win over the script's own assignments.
-        nested: a quoted word or a here-document that matches is read as a script of its own, as in `bash -c "..."`.
+        nested: a quoted word or a here-document that matches is read as another script, as in `bash -c "..."`.
         relevant: what matters of some words; branches that agree in it do not differ.
         line: the line of all commands, if the text has no lines of its own.
 
@@ -483,7 +483,7 @@ class _Reader:
             vars(self).update(before)
 
     def join(self, branches: Iterable[dict[str, Any] | None], cause: str, *, exhaustive: bool) -> None:
-        """Continue after branches of which no one knows which was taken, because of the variable `cause`."""
+        """Continue after branches when the variable `cause` leaves open which one was taken."""
         ends = [env for env in branches if env is not None]
         if not exhaustive or not ends:
             ends.append(self.env)
@@ -535,7 +535,7 @@ class _Reader:
         elif node.kind == "for":  # once for each word
             name = node.words[0]
             raw_words = list[str]()
-            for raw in node.words[1:]:  # of which {1..4} and {a,b} are several
+            for raw in node.words[1:]:  # {1..4} and {a,b} are several words
                 span, listed = re.fullmatch(r"\{(\d+)\.\.(\d+)\}", raw), re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
                 first, last = (int(span[1]), int(span[2])) if span else (0, 0)
                 numbers = map(str, range(first, min(last, first + MAX_REPEATS) + 1))

@@ -121,7 +121,7 @@ class SkyRLJob(RolloutJob):
         for name in ("policy", "critic") if self.has_critic else ("policy",):
             size = self[f"trainer.{name}_mini_batch_size"]
             self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=epochs)
-        # Passes per update and replica, of which the last may be smaller. With a token budget lengths decide.
+        # Passes per update and replica; the last may be smaller. With a token budget lengths decide.
         self.passes = None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
         # SkyRL's check looks at the policy and the reference; every model must get full samples from the run.

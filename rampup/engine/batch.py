@@ -142,7 +142,7 @@ def put_batch(
 
 
 def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:
-    """Return the global array (K, R, ...) of which this process has the rows `part_KR` (at most K, local rows, ...)."""
+    """Return the global array (K, R, ...). This process has its rows `part_KR` (at most K, local rows, ...)."""
     missing, num_rows = layout.chunk_size - len(part_KR), layout.rows
     if missing:
         # Only the last chunk can be short, and the step's loop ends before the zeros.

@@ -93,7 +93,7 @@ class NoiseMeter:
         return jnp.stack(found)
 
     def block(self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None) -> NoiseSums:
-        """Return the sums over one block, of which there are the gradient sum and the weight; see `squares` for `varying`."""
+        """Return the sums over one block from its gradient sum and its weight; see `squares` for `varying`."""
         squares = self.squares(grads, self.moments, varying=varying)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 

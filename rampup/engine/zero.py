@@ -97,7 +97,7 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
 
 
 def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Return parameters as every replica needs them, of which each replica has the part that `scattered` says."""
+    """Return whole parameters on every replica from the parts that the replicas have by `scattered`."""
     manual = axes.manual(mesh)
     in_specs = manual_specs(scattered, mesh, manual)
     out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
@@ -219,7 +219,7 @@ def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> j
 
 
 def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Return an array of which each device along some axes has a part x. The gradient of the part is a `scatter_sum`.
+    """Gather an array from the parts x of the devices along some axes. The gradient of the part is a `scatter_sum`.
 
     Without a mesh of devices, that is one reduce-scatter.
     """

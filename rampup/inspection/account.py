@@ -143,7 +143,7 @@ class Account:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Account:
-        """Return the account of which `data` is `dataclasses.asdict`, read from JSON."""
+        """Return the account from its `dataclasses.asdict`, as read from JSON."""
 
         def tuples(value: Any) -> Any:
             return tuple(map(tuples, value)) if isinstance(value, list) else value

@@ -313,7 +313,7 @@ class RampLoader:
         self.own, self.config, self.manager = own, config, manager
         self.input_data_shardings = own.input_data_shardings
         self.size, self.loaded = manager.global_batch_size_end, config.global_batch_size_to_load
-        self.held: Any = None  # a loaded batch of which rows are left
+        self.held: Any = None  # a loaded batch whose rows are not all used
         self.skip = manager.total_used_samples % self.size  # its rows that are used
         self.before: Any = None  # the iterator's state before it
         # Reordered batches come from an iterator around the one that is saved.

@@ -371,7 +371,7 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-# In the rule that splits the batches of a run, what the branches have of their own.
+# What the branches set in the rule that splits the run's batches.
 _OWN_SPLITS = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1, "tick_overhead": None}
 
 

@@ -59,7 +59,7 @@ class BatchSizeChanged(Event):
 
 
 class BatchSizeDecided(Event):
-    """With `batch_size_schedule: auto`, a decision after step `step`, of which there is one every tenth step."""
+    """With `batch_size_schedule: auto`, a decision after step `step`, which comes every tenth step."""
 
     step: int  #: the step
     changed: bool  #: whether the batch changes, or the advised one

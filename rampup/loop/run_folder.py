@@ -233,7 +233,7 @@ def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes,
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file of which a crash leaves the old content or the new one, or raise StorageError."""
+    """Replace a file so that a crash leaves either the old content or the new one, or raise StorageError."""
     try:
         # In a bucket, an object is there as a whole or not at all.
         temporary = file if is_bucket(file) else file.with_name(f"{file.name}.tmp")

@@ -59,7 +59,7 @@ class RolloutConfig(Settings):
         4
     """
 
-    # A key: its default, its properties, and its documentation, of which line breaks are no part.
+    # A key: its default, its properties, and its documentation, where a line break counts as a space.
     # fmt: off
     batch_size: int = _batch(32, "Prompts per step, for the whole job.", **_count, maxtext="1")
     num_generations: int = _batch(8, group="rl", **_count, maxtext="2", doc="""

@@ -2,7 +2,7 @@
 
 Let response i, of weight w_i (such as its tokens) and of prompt p, have the gradient sum w_i (G + a_p + e_i). tr Cov(a_p) = B
 is the part between prompts, and tr Cov(e_i) = s / w_i the part within: each unit of weight has noise of its own. A step sums
-over J blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j, of which w_pj belong to
+over J blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j; w_pj of it belong to
 prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. With q = sum(|G_j|^2 / W_j), taking expectations term by
 term,
 

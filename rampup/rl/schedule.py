@@ -180,7 +180,7 @@ class RolloutSchedule:
         return max(plan.samples_per_step for _, plan in self.stages)
 
     def ramp_plan(self, model: str) -> RampPlan:
-        """Return the plan of one model's optimizer steps: its largest mini batch, of which an update may use less."""
+        """Return the plan of one model's optimizer steps: that of its largest mini batch; an update may use less of it."""
         updates, rows = [plan.updates(model) for _, plan in self.stages], self.pass_samples(model)
         replicas, is_packed = updates[0].data_parallel_size, updates[0].token_budget is not None
         most = max((each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows) for each in updates)

@@ -94,7 +94,7 @@ class Arithmetic:
         return str(sum(int(number) for number in prompt.rstrip("=").split("+")))
 
     def demonstrations(self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]) -> list[str]:
-        """Return answers of which a share is right, each drawn by itself. A wrong one is the sum of another pair of numbers.
+        """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers.
 
         Example:
             >>> Arithmetic(max_operand=9).demonstrations(["7+8="], accuracy=1.0, seed=(0,))

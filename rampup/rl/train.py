@@ -299,7 +299,7 @@ class RolloutRun:
         )
 
     def _warm_start(self, params: Any) -> Any:
-        """Return parameters after supervised steps on answers of which a share is right."""
+        """Return parameters after supervised steps on answers, a share of them right."""
         config, replicas = self.config, self.schedule.stages[0][1].policy.data_parallel_size
         plan = RampPlan(
             ramp=BatchRamp.constant(config.warm_start_batch_size),

@@ -44,7 +44,7 @@ LARGEST = 1e50
 LEAST_BIN = 16
 # S over the standard error of G2, by the lower end of the 90% interval of a G2 that is as large as that error.
 OPEN_RATIO = 2.64
-# Ends of an interval, one by the other, with which an octave of samples has a noise scale of its own.
+# The largest ratio of the ends of an interval at which an octave of samples still has its own noise scale.
 PRECISE = 4.0
 # A half-life with which no step of an average fades.
 FOREVER = 1e300

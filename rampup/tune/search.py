@@ -1,6 +1,6 @@
 """Find the largest microbatch that fits in memory and the settings that make the run fastest.
 
-`tune` works in three steps. A bisection over compiled programs, none of which runs, finds the largest microbatch that fits.
+`tune` works in three steps. A bisection over programs that are compiled and not run finds the largest microbatch that fits.
 The sizes near it then run a few steps on synthetic rows. The measured times rank the proposals: settings that leave the ramp
 unchanged and only split its batches differently.
 """
