@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Literal, NamedTuple, Self
 
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.plan.numbers import exact_fraction
+from rampup.plan.numbers import exact_fraction, finite_or_none
 
 # Weight of the newest evaluation in the smoothed loss, as in the paper.
 SMOOTHING = 0.5
@@ -215,10 +215,10 @@ def find_critical(
             BranchResult(
                 multiple=window.multiples[number],
                 global_batch_size=window.sizes[number],
-                loss=finite(smoothed_loss(curve)),
-                standard_error=finite(error),
+                loss=finite_or_none(smoothed_loss(curve)),
+                standard_error=finite_or_none(error),
                 stopped=stopped,
-                difference=finite(gap) if len(complete) > (not stopped) else None,
+                difference=finite_or_none(gap) if len(complete) > (not stopped) else None,
             )
         )
     return tuple(results), critical
@@ -241,8 +241,3 @@ def _shares(number: int) -> list[float]:
     """Return the weight of each evaluation in the smoothed loss."""
     newest_first = [SMOOTHING * (1 - SMOOTHING) ** age for age in range(number - 1)] + [(1 - SMOOTHING) ** (number - 1)]
     return newest_first[::-1]
-
-
-def finite(value: float) -> float | None:
-    """Return a number for JSON; None if it is not finite."""
-    return value if math.isfinite(value) else None

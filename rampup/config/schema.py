@@ -131,7 +131,8 @@ class RampKeys(Settings):
         wait.""")
     measure_gradient_noise: bool = _batch(False, own=True, doc="""
         Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It compares
-        the microbatches of all replicas, so a step needs at least two; an automatic microbatch_size is made small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
+        the microbatches of all replicas, so a step needs at least two; an automatic microbatch_size is made small
+        enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
     gradient_noise_half_life_samples: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
         Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the
         run, but at least 30 of its largest batches.""")

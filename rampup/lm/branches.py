@@ -28,7 +28,6 @@ from rampup.batch_size.critical import (
     Evaluation,
     critical_bound,
     find_critical,
-    finite,
     is_losing,
     smoothed_loss,
 )
@@ -69,7 +68,7 @@ from rampup.loop.run_folder import (
     read_lines,
 )
 from rampup.plan.learning_rate import learning_rate_scale
-from rampup.plan.numbers import nearest_in, plain_number
+from rampup.plan.numbers import finite_or_none, nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 
@@ -428,7 +427,7 @@ def _train_branches(
                     evaluations, rest = divmod(done - first, per_evaluation)
                     if rest == 0:
                         curve.append(found := branches.evaluate(state, evaluations))
-                        losses = [finite(loss) for loss in found.losses]
+                        losses = [finite_or_none(loss) for loss in found.losses]
                         log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
                         progress = f"{len(curve)}/{window.num_evaluations} of the window"
                         report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")

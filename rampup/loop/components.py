@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from rampup.batch_size.noise_scale import NoiseScale
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import ResumeMismatchError
 from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record: the steps at which microbatch shapes changed, which a resumed run repeats; the averages of
 # the gradient noise; and the schedule that `auto_schedule: advise` would have used so far.
@@ -213,9 +213,3 @@ class AutoBatch(Component):
         """See `Component`."""
         follows = self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
         return replace(plan, ramp=self.schedule.ramp) if follows else plan
-
-
-def finite_or_none(value: Any) -> float | None:
-    """Return a number, or None for one that JSON cannot represent."""
-    number = float(value)
-    return number if math.isfinite(number) else None

@@ -14,10 +14,11 @@ import jax
 
 from rampup.engine.processes import is_primary
 from rampup.errors import NonFiniteError
-from rampup.loop.components import Component, finite_or_none
+from rampup.loop.components import Component
 from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped
 from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, read_lines_backwards
 from rampup.loop.writers import MetricWriter, write_numbers
+from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
 from rampup.plan.topology import peak_flops
 

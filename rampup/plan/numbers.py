@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rampup.errors import ConfigError, RampDefinitionError
 
@@ -145,6 +145,12 @@ def to_yaml_number(value: Fraction) -> int | float | str:
     """
     number = plain_number(value)
     return number if Fraction(repr(number)) == value else str(value)
+
+
+def finite_or_none(value: Any) -> int | float | None:
+    """Return a number as JSON can represent it: None for NaN and infinity."""
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
 
 
 def divisors(number: int) -> list[int]:

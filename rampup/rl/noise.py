@@ -50,8 +50,9 @@ from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
-from rampup.loop.components import Component, finite_or_none
+from rampup.loop.components import Component
 from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.plan.numbers import finite_or_none
 from rampup.rl.schedule import RolloutSchedule
 
 # Entries of `gradient_noise` in the metrics of a step that the host adds.

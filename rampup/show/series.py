@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.errors import ConfigError, DataError
 from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, as_path, describe_damage, read_lines
+from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 
 MAX_POINTS = 1_200
@@ -153,7 +154,7 @@ class RunMetrics:
     def noise_at(self, place: int) -> str:
         """Return the noise scale after a step as text, with its interval."""
         values = (self.noise_scales[place], self.noise_lows[place], self.noise_highs[place])
-        value, low, high = (number if math.isfinite(number) else None for number in values)
+        value, low, high = map(finite_or_none, values)
         return str(NoiseEstimate(value=value, low=low, high=high))
 
     def by_phase(self) -> list[dict[str, int | float | str | None]]:
@@ -172,7 +173,7 @@ class RunMetrics:
                     "phase": phase,
                     "global batch size": self.sizes[places[-1]],
                     "steps done": len(places),
-                    f"last {self.quantity}": loss if math.isfinite(loss) else None,
+                    f"last {self.quantity}": finite_or_none(loss),
                     "tokens/s (median)": speeds[len(speeds) // 2] if speeds else None,
                     **noise,
                 }

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rampup.batch_size.critical import finite
 from rampup.config.schema import KEYS
 from rampup.engine.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.errors import RampupError
+from rampup.plan.numbers import finite_or_none
 from rampup.tune.programs import Programs, Report, Size, take_turns
 
 SHORT_TIMING_SECONDS = 15.0
@@ -29,7 +29,7 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
 
     def add(name: str, settings: Mapping[str, Any], used: float, saved: float, **more: Any) -> None:
         """Add an option with the keys to change, none if it takes other devices."""
-        row = {"name": name, "settings": settings, "bytes": finite(used), "saved_bytes": finite(saved)}
+        row = {"name": name, "settings": settings, "bytes": finite_or_none(used), "saved_bytes": finite_or_none(saved)}
         # `slowdown` is the time of a step over the time without the change. Bytes that are not `compiled` are an estimate. The
         # remark says why an option is not available, or what its bytes leave out.
         options.append(row | {"fits": used <= usable, "slowdown": None, "compiled": True, "remark": ""} | more)

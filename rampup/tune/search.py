@@ -17,14 +17,13 @@ from typing import Any
 
 import jax
 
-from rampup.batch_size.critical import finite
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import is_bucket
-from rampup.plan.numbers import AUTO, GIB, divisors, parse_memory_gib, to_yaml_number
+from rampup.plan.numbers import AUTO, GIB, divisors, finite_or_none, parse_memory_gib, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
@@ -266,12 +265,12 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         b, is_estimate = split.microbatch_size, programs.target is not None
         # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
         size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
-        seconds = finite(step_time(b, split.num_microbatches))
+        seconds = finite_or_none(step_time(b, split.num_microbatches))
         tokens = split.global_batch_size * programs.config.max_target_length
         speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
         if is_estimate:
             speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
-        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite(programs.bytes(size)), **speed})
+        phases.append({name: row[name] for name in PHASE_KEYS} | {"bytes": finite_or_none(programs.bytes(size)), **speed})
     overhead = None
     if programs.splitter.num_stages > 1:
         ticks = {b: [(math.prod(programs.loop_trips(b, n)), time) for n, time in numbers] for b, numbers in points.items()}
@@ -280,14 +279,14 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
     others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds)
     facts |= {
         "settings": chosen.to_dict(),
-        seconds_key: finite(chosen.run_seconds),
+        seconds_key: finite_or_none(chosen.run_seconds),
         "phases": phases,
         "alternatives": [
             {
                 "rampup_microbatch": other.plan.splitter.rampup_microbatch,
                 "settings": other.to_dict(),
                 "executables": len(other.sizes),
-                seconds_key: finite(other.run_seconds),
+                seconds_key: finite_or_none(other.run_seconds),
             }
             for other in others
         ],
@@ -480,7 +479,7 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
         size = programs.size(b)
         used, timing = programs.bytes(size), times.get((b, size.num_microbatches))
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
-        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite(used)}
+        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite_or_none(used)}
         row |= {"fits": used <= usable, **dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))}
         if timing is not None:
             row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
