@@ -76,16 +76,16 @@ def decay_progress(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSegment:
-    """The schedule's clock within one phase: progress(step) = progress + (step - start_step) * progress_per_step.
+    """Steps of one phase in which the schedule's progress is linear. With Seesaw, a phase has a segment for every cut in it.
 
-    A sample count can overflow the int32 of a device. These three numbers cannot. With Seesaw, a phase in which the rate is cut
-    has several segments.
+    progress(step) = progress + (step - start_step) * progress_per_step, and the rate is peak * shape(progress) * scale. After the
+    warm-up, a `level` replaces shape(progress). A device gets progress and no samples: their number can overflow int32.
     """
 
-    start_step: int  # first optimizer step of the phase
+    start_step: int  # first optimizer step of the segment
     progress: float  # fraction of the schedule completed before that step; 1 is its end
     progress_per_step: float  # fraction that each step adds
-    scale: float  # factor on the learning rate in this phase
+    scale: float  # factor on the learning rate
     global_batch_size: int  # samples per optimizer step
     level: float | None = None  # the rate after warm-up relative to the peak; None = that of the schedule's shape
 
@@ -160,11 +160,11 @@ class Seesaw:
         base: the planned ramp.
         cuts: the cuts of the planned learning rate, in order.
         ramp: the ramp that results (derived, unless a checkpoint has it).
-        max_batch_size: the largest batch that grows; None = no limit. From there on, a cut is one of the rate alone.
+        max_batch_size: no batch grows beyond this size; None = no limit. At the limit, a cut lowers the rate alone.
         multiple: batches that grow are rounded down to a multiple of this number of samples.
         total_samples: samples of the run. A batch does not grow beyond the samples that are left.
-        schedule_samples: planned samples of the learning-rate schedule, from which the cuts come and over which the warm-up is
-            measured. None: those of its steps in `ramp`, which may be more by a part of the last batch.
+        schedule_samples: planned length of the learning-rate schedule in samples, on which the warm-up and the cuts are placed.
+            None: what `ramp` consumes in the schedule's steps, which can exceed the plan by a part of a batch.
         exponent: 1/2 for Adam, 1 for SGD.
 
     Raises:
@@ -209,6 +209,7 @@ class Seesaw:
             wanted = base / max(self.level_at(start), 1e-18) * (1 + 1e-9)
             wanted = wanted if self.max_batch_size is None else min(wanted, self.max_batch_size)
             size = max(int(wanted) // self.multiple * self.multiple, base)
+            # With fewer samples left than this batch, the size stays as before.
             if self.total_samples is not None and size > self.total_samples - start:
                 size = min(size, max(base, pairs[-1][1] if pairs else base))
             pairs.append((start, size))

@@ -103,6 +103,7 @@ class MeshAxes:
                     return False
                 return True
 
+            # `_infer` proposes values by one condition each. Only those with which all conditions hold are offered.
             error.nearest = tuple(filter(is_legal, candidates))
             raise
 
@@ -110,6 +111,7 @@ class MeshAxes:
 def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]) -> dict[str, Any]:
     """Return the size of every axis over all slices, and the slices along each axis."""
     if num_slices == AUTO:
+        # If both groups have a -1, the fewest slices are meant: that of `dcn` is 1.
         if AUTO in ici.values() or AUTO not in dcn.values():
             num_slices = _known_product(dcn)
         else:

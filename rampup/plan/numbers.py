@@ -15,7 +15,7 @@ from rampup.errors import ConfigError, RampDefinitionError
 
 Number = TypeVar("Number", int, Fraction)
 
-# In a configuration: choose or infer this size.
+# In a configuration: infer or choose this size. It has nothing to do with `auto`, a value of other keys.
 AUTO = -1
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Far beyond any training run. The limit keeps "1e999999999" from exhausting memory.
@@ -154,7 +154,7 @@ def finite_or_none(value: Any) -> int | float | None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order; above 10**10, only those with a cofactor or size up to 10**5.
+    """Return the divisors of a number in ascending order; above 10**10, only each d with d or number / d at most 10**5.
 
     Example:
         >>> divisors(12), divisors(0)
@@ -179,7 +179,7 @@ def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
 def nearest_multiples(value: Number, step: Number, offset: Number | None = None) -> list[Number]:
     """Return the positive numbers of the form `offset + n * step` next to `value`, the lower one first.
 
-    The second one is the first such number at or above `value`, and there is always one. Below it there may be none.
+    The last one is the first such number at or above `value`. The one before it is missing if it would not be positive.
 
     Example:
         >>> nearest_multiples(1000, 512), nearest_multiples(3, 8), nearest_multiples(8, 8)

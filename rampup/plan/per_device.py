@@ -18,12 +18,14 @@ START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_in
 SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
 
-# `batch_size_schedule: auto` in a configuration: what it implies, and the sizes. `rampup.batch_size.auto` decides.
+# `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch size, in `rampup.batch_size.auto`.
+# `follow` changes the batch; `advise` only reports the size that it would have. `ramp_from_config` does not know this value.
 AutoMode = Literal["advise", "follow"]
 MODES: tuple[AutoMode, ...] = ("advise", "follow")
 # The value of `batch_size_schedule` that follows the measurement.
 AUTO_SCHEDULE = "auto"
-# The keys that it needs, each with the only value that works: nothing before the run may depend on batches decided later.
+# The keys that it needs, each with the only value that works: no second ramp, the measurement, and a clock that does not depend
+# on batches decided later.
 AUTO_IMPLIES = {"enable_rampup_batch_size": False, "measure_gradient_noise": True, "learning_rate_clock": "steps"}
 
 
@@ -40,7 +42,8 @@ def ramp_from_config(
             `BatchRamp.from_schedule`), `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
         num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
-        splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
+        splitter: if given, sizes per device must be legal for it, and so are the nearest sizes in errors. `RampPlan` checks the
+            sizes of a schedule.
 
     Raises:
         ConfigError: An attribute is missing.
@@ -192,8 +195,8 @@ class RampupBatchManager:
     """Counts optimizer steps and returns the size of the next batch. A drop-in replacement for MaxText's manager.
 
     It fixes three defects of MaxText's (`utils/rampup_batch.py`): batches include `gradient_accumulation_steps`, batch sizes
-    that are not whole numbers are errors, and resuming is a look-up instead of a replay. MaxText labels a checkpoint s after
-    s + 1 batches, so a caller that restores label s passes `step_num=s + 1`.
+    that are not whole numbers are errors, and resuming is a look-up instead of a replay. MaxText saves a checkpoint
+    after s + 1 batches under the label s, so a caller that restores label s passes `step_num=s + 1`.
 
     Args:
         config: an object as for `ramp_from_config`, with the attribute num_target_devices too.

@@ -1,7 +1,7 @@
 """Pipeline stages: the layers of each stage, and a cost model that chooses the number of microbatches.
 
-layers = stages * repeats * layers per stage. More microbatches make the bubble smaller, but each one is smaller and has a fixed
-cost per tick.
+layers = stages * repeats * layers per chunk (MaxText: num_layers_per_pipeline_stage). A tick is the time of one chunk of one
+microbatch. More microbatches make the bubble smaller, but each one is smaller, and every tick has a fixed cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_OVERHEAD_TOKENS = 512
 
 
 def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
-    """Return the number of layer chunks per stage, after checking that layers = stages * repeats * layers per stage.
+    """Return the number of layer chunks per stage, after checking that layers = stages * repeats * layers per chunk.
 
     Args:
         num_layers: decoder layers of the model.
@@ -30,7 +30,7 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
         num_repeats: chunks per stage v, or -1 to derive it from the layers.
 
     Raises:
-        PipelineShapeError: If the numbers do not multiply. The error has the nearest numbers of layers that do.
+        PipelineShapeError: If num_layers is not the product. The error has the nearest numbers of layers that are.
 
     Example:
         >>> pipeline_repeats(num_layers=16, num_stages=4, num_layers_per_stage=2)

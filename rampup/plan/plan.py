@@ -24,7 +24,7 @@ SECONDS_PER_HOUR = 3600
 FALLBACK_PHASES = 8
 # `str(plan)` leaves out the middle of longer tables.
 MAX_PRINTED_PHASES = 40
-# Titles of what `RampPlan.phase_rows` has of a phase.
+# Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
 PHASE_TITLES = {
     "start_step": "from step",
     "start_sample": "from sample",
@@ -65,7 +65,8 @@ class RampPlan:
         splitter: the rule that splits each batch.
         num_devices: devices of the run.
         total_steps: optimizer steps of the run.
-        eval_global_batch_size: samples per evaluation batch. None if evaluation is off and its batch could not be split.
+        eval_global_batch_size: samples per evaluation batch. None = no evaluation batch, as if evaluation is off and its
+            batch could not be split: an unused key is no error.
         learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to `reference_size`.
         learning_rate_clock: the unit of the learning-rate schedule's progress.
         learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
@@ -76,7 +77,7 @@ class RampPlan:
         reference_batch_size: the batch size for which the hyperparameters were chosen; None = that of the last phase.
         seesaw: the transform that made the ramp; None if there is none.
         reserved_sizes: global batch sizes that the run may use besides those of the ramp, as with `batch_size_schedule: auto`.
-            They are checked and split with the others, and the buffers have room for them.
+            They are checked and split with the others, and the buffers of rows have room for them.
         auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes; None without it.
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
@@ -209,13 +210,13 @@ class RampPlan:
 
     @property
     def global_batch_to_load(self) -> int:
-        """Samples that the loading hosts read per optimizer step after the ramp (MaxText `global_batch_size_to_load`)."""
+        """Samples per step after the ramp if all hosts loaded (MaxText `global_batch_size_to_load`); see `loading`."""
         size = self.ramp.sizes[-1]
         return int(size * self.expansion_factor_real_data) if self.expansion_factor_real_data > 0 else size
 
     @property
     def loading(self) -> str | None:
-        """How few hosts load the batch, in words; None if every host loads its own data."""
+        """In words, which hosts load data by `expansion_factor_real_data`; None if every host loads its own."""
         factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
         if factor <= 0:
             return None
@@ -252,7 +253,7 @@ class RampPlan:
         ramp = f"the batch stays at {sizes[-1]:,} samples"
         if self.auto is not None:
             possible = [f"{size:,}" for size in self.auto["sizes"]]
-            listed = " or ".join([", ".join(possible[:-1]), possible[-1]][len(possible) == 1 :])
+            listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
             if self.auto_schedule == "follow":
                 bounds = f"{self.auto['min_samples']:,} to {self.auto['max_samples']:,} samples"
                 ramp = f"auto: {listed} samples, by the measured noise scale; {bounds}"
@@ -365,7 +366,7 @@ class RampPlan:
 
     @property
     def rest(self) -> str:
-        """The number of steps of the last phase in words: `auto` if the measured noise scale may end it."""
+        """The last phase's cell in the column of steps: "auto" if the measured noise scale may end that phase, else "rest"."""
         can_grow = any(size > self.ramp.sizes[-1] for size in self.reserved_sizes)
         return "auto" if self.auto_schedule == "follow" and can_grow else "rest"
 

@@ -46,10 +46,11 @@ class Phase:
 # with the first step that reaches its threshold. Phase k + 1 starts at start_step + num_steps and at start_sample + num_steps *
 # global_batch_size of phase k, so `samples_before` and `step_of_sample` are exact inverses at the first sample of every step.
 #
-# Resuming and `batch_size_schedule: auto` rest on one guarantee: what lies before a step depends on the rows up to it alone. A
-# ramp whose rows are another's with more appended, and `spliced_at(step, other)`, have the same batches before the first new
-# row, and so the same steps, samples and rows of data. Only what comes later may change, and the last phase has no end: a run
-# is made longer by the plan's number of steps and never by the ramp.
+# Resuming and `batch_size_schedule: auto` rest on one guarantee: the batches before a step depend only on the phases up to it.
+# If ramp X is ramp Y with phases appended, X and Y have the same batches before the first new phase. In the same way,
+# `Y.spliced_at(step, other)` has the batches of Y before `step`. Equal batches mean equal steps, samples and rows of data. Only
+# what comes later may change, and the last phase has no end: a run is made longer by the plan's number of steps and never by
+# the ramp.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRamp:
     """An immutable table of phases with closed-form look-ups by step and by sample.
@@ -233,7 +234,7 @@ class BatchRamp:
         return cls(phases=tuple(phases), num_increments=changes)
 
     def to_rows(self) -> list[list[int]]:
-        """Return start step, start sample and global batch size of every phase. They define the ramp completely."""
+        """Return start step, start sample and global batch size of every phase: all that its batches depend on."""
         return [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
 
     def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
@@ -244,6 +245,7 @@ class BatchRamp:
             [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
         done = [phase for phase in self.phases if phase.start_step < step]
+        # Without an end (num_steps is None), `step` is bound enough.
         before = [(min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done]
         consumed = self.samples_before(step)
         rest = other.phases[other.phase_of_sample(consumed).index :]

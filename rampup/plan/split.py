@@ -1,6 +1,7 @@
 """Splits a global batch, B = d * a * m * b, and checks that it can be split.
 
-d replicas each run a sequential passes. A pass has m pipeline microbatches of b samples. Without a pipeline, m is 1.
+Each of the d replicas runs a number `a` of passes, one after the other. A pass is one forward and one backward of m pipeline
+microbatches of b samples. Without a pipeline, m is 1. `BatchSplitter` has G, p and v.
 """
 
 from __future__ import annotations
@@ -53,23 +54,26 @@ class BatchSplit:
         return self.accumulation_steps * self.num_pipeline_microbatches
 
 
+# A compiled program depends on the microbatch size alone. The number of microbatches is an argument of the program: its loop
+# runs that many times over buffers with room for the maximum, `RampPlan.max_microbatches`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplitter:
     """The rule that splits every global batch of a run.
 
     Attributes:
         data_parallel_size: replicas, d.
-        gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G passes.
+        gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G passes, unless a pipeline's m is automatic:
+            then `fixed` and `auto` merge all passes into one, and G only bounds b.
         num_stages: pipeline stages p. 1 = no pipeline.
         num_repeats: layer chunks per stage v.
-        num_pipeline_microbatches: m, or -1 to choose it.
+        num_pipeline_microbatches: m; -1 = the splitter chooses it.
         rampup_microbatch: the factor that absorbs the growth of B. `fixed`: the number of microbatches, so that one compiled
             shape serves the whole ramp. `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed` until the
             last phase, which has the largest possible microbatch; two shapes.
-        microbatch_size: b, or -1 to choose it.
+        microbatch_size: b; -1 = the splitter chooses it.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
-        min_microbatches: microbatches that a step has at least if b is chosen.
+        min_microbatches: with an automatic b, the microbatches per replica and step to aim for. If no b gives so many, b is 1.
         tick_overhead: fixed cost of a pipeline tick, in samples per replica (see `pipeline.predicted_time`). If it is set, an
             automatic m is the one with the lowest predicted time: in every phase with `per_phase`; in the last phase with
             `fixed`, whose microbatch size then serves all phases. If it is None, m is the smallest legal one.
@@ -155,7 +159,7 @@ class BatchSplitter:
 
     # Whether B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as the
     # smallest that the pipeline allows (`_pass_unit`). Each product in `_conditions` must divide B, so `unit`, their least
-    # common multiple, must. A batch of at least `smallest` has G passes or more. What remains of B is a whole number for the
+    # common multiple, must. A batch of at least `smallest` is enough for G passes. What remains of B is a whole number for the
     # factors that are free. So the legal sizes are one arithmetic progression, and "nearest" are its members next to B, with
     # the least |legal - B| below and above. The microbatch that such a size leads to does not count.
 
@@ -194,7 +198,8 @@ class BatchSplitter:
         """Split the global batches of all phases of one run.
 
         Args:
-            sizes: global batch size of every phase, in samples.
+            sizes: global batch size of every phase in samples, then the sizes reserved for later. The last one counts as the
+                last phase.
 
         Raises:
             BatchDivisibilityError: If sizes cannot be split. One error has all of them.
@@ -225,7 +230,7 @@ class BatchSplitter:
         return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
     def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
-        """Return the splits of the last of these batches whose microbatch size divides all of them, fastest first.
+        """Return the possible splits of the last batch, fastest first. Their microbatch size divides the other batches too.
 
         Empty if there is no choice: without a pipeline, with a given m or b, or without `tick_overhead`.
         """
@@ -233,6 +238,8 @@ class BatchSplitter:
         if not chooses or self.tick_overhead is None:
             return ()
         passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
+        # b = samples / m divides all batches if m is a multiple of samples / shared, and is at most the largest legal b of every
+        # batch if m is at least samples divided by it.
         samples = sizes[-1] // (self.data_parallel_size * passes)
         shared = math.gcd(*sizes) // (self.data_parallel_size * passes * self._pass_unit)
         return pipeline_candidates(

@@ -1,8 +1,8 @@
 """Pipeline schedules: the order of each stage's work, and a simulation of when it runs.
 
 A `Timetable` lists every operation of every stage with its start and end. Makespan, bubble, memory and communication are
-counted from that list, and the closed forms `bubble_fraction` and `num_ticks` agree with the counts. A cost is that of a whole
-stage. With v repeats, one chunk of a stage costs 1/v of it.
+counted from that list. `bubble_fraction` is a closed form of it, except for zb-h1; the function `num_ticks` counts the forward
+ticks of a pass, one chunk each. A cost is that of a whole stage. With v repeats, one chunk of a stage costs 1/v of it.
 
     1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
 
@@ -37,7 +37,7 @@ class Operation:
     """One unit of work of one stage."""
 
     stage: int
-    kind: Kind  # F (forward) or B (backward). With zero bubble, I (gradient of the input) and W (of the weights) instead of B.
+    kind: Kind  # F (forward) or B (backward). In zb-h1, I (gradient of the input) and W (of the weights) instead of B.
     microbatch: int
     repeat: int  # the layer chunk of the stage
     # Times, in units of the costs.
@@ -87,7 +87,7 @@ class Timetable:
             num_microbatches: m.
             num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
             forward_cost: cost of the forward pass of one microbatch through a whole stage.
-            backward_cost: cost of its backward pass. With zero bubble, half of it is for the gradient of the weights.
+            backward_cost: cost of its backward pass. In zb-h1, half of it is for the gradient of the weights.
 
         Raises:
             PipelineShapeError: If the schedule is not defined for these numbers. The error has numbers for which it is.
@@ -114,7 +114,7 @@ class Timetable:
             if cost <= 0:
                 raise PipelineShapeError(f"{name}={float(cost):g} must be greater than 0", key=name, nearest=(1,))
         costs: dict[Kind, Fraction] = {"F": forward / num_repeats, "B": backward / num_repeats}
-        costs |= {"I": backward / 2, "W": backward / 2}  # which have no repeats
+        costs |= {"I": backward / 2, "W": backward / 2}  # of zb-h1 only, which has no repeats
         orders = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}
         order_of_stage = orders.get(schedule, _one_f_one_b_order)
         stages = [order_of_stage(s, num_stages, num_microbatches, num_repeats) for s in range(num_stages)]
@@ -146,14 +146,14 @@ class Timetable:
 
     @property
     def num_ticks(self) -> int:
-        """The number of columns of the table."""
+        """The number of columns of the table, each as long as `tick`."""
         return int(self.makespan / self.tick)
 
     @property
     def peak_live_microbatches(self) -> tuple[Fraction, ...]:
         """For each stage, the maximum number of microbatches whose activations are in memory, in units of a whole stage.
 
-        An activation is live from the start of its forward pass to the end of its backward pass. With zero bubble it is live
+        An activation is live from the start of its forward pass to the end of its backward pass. In zb-h1 it is live
         until the gradient of the weights is done.
         """
         frees = "W" if self.schedule == "zb-h1" else "B"
@@ -233,7 +233,7 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
 
 
 def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
-    """Return the sizes of the groups of microbatches that pass through all repeats together: balanced, of at least p.
+    """Return the sizes of the groups of microbatches that pass through all repeats together: balanced, at least p each if m >= p.
 
     Example:
         >>> group_sizes(10, 4)

@@ -1,4 +1,4 @@
-"""TPU slices by name: their chips, shape, torus links and published figures. A slice can be planned and compiled for unseen.
+"""TPU slices by name: their chips, shape, torus links and published figures. You can plan and compile for a slice without access to it.
 
 Names are those of the TPU compiler (`v5e:4x4`), Google's product names (`v5litepod-16`, `v5p-128`, `v6e-256`), and either with
 a number of slices in front (`2*v5e:4x4`).
@@ -18,6 +18,7 @@ from rampup.errors import ConfigError
 from rampup.plan.numbers import GIB, nearest_in
 
 MAX_SLICES = 1024
+# The status of every result for an absent slice.
 NOT_RUN_ON = "compiled for, not run on"
 _DOCS = "https://docs.cloud.google.com/tpu/docs"
 
@@ -44,7 +45,7 @@ class Chip:
 
 @functools.cache
 def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Return the slices by their chips in ascending order, the most compact one of each number."""
+    """Return the most compact shape for each number of chips, in ascending order of chips."""
     shapes = dict(_FLAT if chip.dimensions == 2 else _SMALL_CUBES)
     for cubes in range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ():
         boxes = (
@@ -59,7 +60,7 @@ def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
-# The bandwidth of the links is half of Google's bidirectional figure, or its figure in Gbps.
+# The bandwidth of the links is half of Google's bidirectional figure, or its figure in Gbps divided by 8.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -174,7 +175,7 @@ class Topology:
     def wrap(self) -> tuple[bool, ...]:
         """Whether the links along each dimension close to a ring: sides of 16 in two dimensions, whole cubes of 4 in three.
 
-        Without it the compiler replaces collectives that need a ring, such as every all-gather over a v5p:4x4x4.
+        The compiler has to be told: it else replaces collectives that need a ring, such as every all-gather over a v5p:4x4x4.
 
         Source: `utils/accelerator_to_spec_map.py` of MaxText.
         """
@@ -213,7 +214,7 @@ class Topology:
 
 
 def known_topologies() -> Iterator[Topology]:
-    """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
+    """Yield one slice for each power of two of chips that has a product name, up to 1,024: larger ones have the same cubes."""
     for chip in CHIPS.values():
         for chips, shape in _shapes(chip).items():
             if chips.bit_count() == 1 and (not chip.counts_cores if chips == 1 else chips <= 1024):
