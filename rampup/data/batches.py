@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from rampup.data.loading import Loading
 from rampup.data.sources import RowSource, as_source, check_not_batched, read_rows
-from rampup.engine.batch import Batch, last_step, put_batch
+from rampup.engine.batch import Batch, stop_step, put_batch
 from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
 from rampup.engine.step import READERS
 from rampup.engine.step import TrainStep as TrainStep
@@ -190,7 +190,7 @@ class BatchLoader:
         Raises:
             DataError: the source is too small for the run, or a row cannot be read. All batches before it are yielded.
         """
-        stop = last_step(self.plan, start, stop)
+        stop = stop_step(self.plan, start, stop)
         self.order.check(self.plan.ramp.samples_before(stop))
         if start >= stop:
             return
@@ -312,7 +312,7 @@ def stream_batches(
     if not batched:
         check_not_batched(source, "give batched=True")
     rows, pending, count = iter(source), [], 0
-    for number in range(start, last_step(plan, start, stop)):
+    for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
         split = position.split if split_for is None else split_for(position)
         needed = split.num_microbatches * len(process_rows(mesh, split.data_parallel_size * split.microbatch_size, batch_axes))

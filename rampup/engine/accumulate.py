@@ -55,7 +55,8 @@ from rampup.plan.plan import RampPlan
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.engine.step.train_step`.
 LossFn = Callable[..., tuple[Any, ...]]
-# (microbatches in a pipeline's pass, passes), traced. A step runs their product; without stages, only the product matters.
+# (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A step runs their product. Without
+# stages, only the product matters.
 Counts = tuple[jax.Array, jax.Array]
 
 
@@ -63,8 +64,8 @@ Counts = tuple[jax.Array, jax.Array]
 class SummableLoss(Protocol):
     """A loss with a method that adds it up over the microbatches of a step, which is all that a training step calls.
 
-    `AccumulatedLoss` makes one of a loss function; `rampup.engine.pipeline.PipelinedLoss` spreads its layers over stages. With
-    `batch_axes`, a loss is a dataclass with a field of this name.
+    `AccumulatedLoss` makes one of a loss function; `rampup.engine.pipeline.PipelinedLoss` spreads its layers over stages. To
+    replace its batch axes, `train_step` needs a dataclass with a field `batch_axes`.
     """
 
     def check(self, mesh: Mesh, engine: str) -> None:
@@ -77,7 +78,8 @@ class SummableLoss(Protocol):
 
         Integers among the parameters have no gradient, but None in its place. If `totals.mutable` or `totals.noise` is given,
         the sums have a new `mutable`, or the squares of the gradients. A loss that differentiates `totals.scaled(loss)` undoes
-        the scale with `totals.finalize`; one that does neither is right too.
+        the scale with `totals.finalize`; one that does neither is right too. `param_shardings` are the shardings that the
+        gradients get: those of the parameters, or with ZeRO-1 those of each replica's part.
         """
 
     def eval_sums(
@@ -129,8 +131,8 @@ class AccumulatedLoss:
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
         if has_one and takes_whole and totals.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
-            # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, takes one more pass over
-            # memory as large as the parameters.
+            # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, reads and writes memory as
+            # large as the parameters once more.
             trained, others = _split_trained(params)
             loss_of = jax.value_and_grad(_loss_of(self.loss_fn, differentiates_mean=True), has_aux=True)
             with own_constraints(), jax.named_scope("microbatch"):
@@ -164,10 +166,10 @@ class AccumulatedLoss:
             if is_scattered(self.param_shardings, axes):
                 problem = f"`param_shardings` of the loss shard parameters over the replicas ({', '.join(axes.replica)})"
                 raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
-        # A function that takes shards takes them as it was made for, however the given ones are sharded.
+        # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
         shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
-        loss_of = _loss_of(self.loss_fn, goes_on=has_grads)
+        loss_of = _loss_of(self.loss_fn, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
         def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals, *, mapped: Any = None) -> Sums:
@@ -260,7 +262,8 @@ class AccumulatedLoss:
             # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
             with contextlib.suppress(NotImplementedError):
                 closed, shapes = jax.make_jaxpr(mapped_sums, return_shape=True)(*mapped)
-            # Mapped, the gradient of a kernel is a convolution with a group per replica, which XLA partitions wrongly.
+            # Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes
+            # wrongly when it partitions it.
             if closed is None or has_convolutions(closed):
                 return all_manual(params, batch_KR, keys_KR, number, totals)
             leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
@@ -270,7 +273,7 @@ class AccumulatedLoss:
         return run
 
     def _reduce(self, sums: Sums, totals: Totals, shardings: Any, mesh: Mesh) -> Sums:
-        """Return the sums over all replicas, in a function that is manual over their axes."""
+        """Return the sums over all replicas. Call it inside a function that is manual over their axes."""
         axes = BatchAxes.of(mesh, self.batch_axes)
         # The mesh axes over which the sums of the loss function still have to be added up.
         names = axes.replica if self.param_shardings is None else axes.rows
@@ -444,31 +447,35 @@ def _split_trained(params: Any) -> tuple[Any, Any]:
     return floating(params, params), jax.tree.map(lambda p: None if is_floating(p) else p, params)
 
 
-def _loss_of(loss_fn: LossFn, *, differentiates_mean: bool = False, goes_on: bool = True) -> Callable[..., tuple[Any, Sums]]:
+def _loss_of(
+    loss_fn: LossFn, *, differentiates_mean: bool = False, keeps_mutable: bool = True
+) -> Callable[..., tuple[Any, Sums]]:
     """Return the function that calls the loss function on one microbatch: the value to differentiate, and the sums.
 
-    With `differentiates_mean`, the value is loss / weight instead of the loss. For `goes_on` see `check_results`.
+    With `differentiates_mean`, the value is loss / weight instead of the loss. For `keeps_mutable` see `check_results`.
     """
 
     def loss_of(trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any) -> tuple[Any, Sums]:
         params = trained if others is None else fill(trained, others)
         args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
         check_signature(loss_fn, len(args))
-        loss, weight, aux, carried = check_results(loss_fn(*args), loss_fn, args, goes_on=goes_on)
+        loss, weight, aux, carried = check_results(loss_fn(*args), loss_fn, args, keeps_mutable=keeps_mutable)
         value = Totals(scale=scale).scaled(loss)
         if differentiates_mean:
             # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
             value *= safe_reciprocal(accumulator(jax.lax.stop_gradient(weight)))
         loss, weight, aux = jax.tree.map(accumulator, (loss, weight, aux))
-        return value, Sums(None, loss, weight, aux, carried if goes_on else None)
+        return value, Sums(None, loss, weight, aux, carried if keeps_mutable else None)
 
     return loss_of
 
 
-def check_results(results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, goes_on: bool = True) -> tuple[Any, Any, Any, Any]:
+def check_results(
+    results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
+) -> tuple[Any, Any, Any, Any]:
     """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract.
 
-    With `goes_on=False` (evaluation), the new `mutable` is discarded and may have any structure.
+    With `keeps_mutable=False` (evaluation), the new `mutable` is discarded and may have any structure.
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
@@ -478,7 +485,7 @@ def check_results(results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, goes_
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
             raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
-    if carries and goes_on:
+    if carries and keeps_mutable:
         leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
         changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
         was, now = jax.tree.structure(args[3]), jax.tree.structure(carried[0])

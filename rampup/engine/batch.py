@@ -70,7 +70,7 @@ def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: i
 
 
 def row_size(rows: Any, num_axes: int = 0) -> int:
-    """Return the numbers in a row, from arrays with `num_axes` axes before those of a row.
+    """Return how many numbers a row has, from arrays with `num_axes` axes before those of a row.
 
     Not its bytes: a type can be narrower on the devices than on the host.
     """
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
     layout: BufferLayout
 
     def __repr__(self) -> str:
-        # With the shape of a row, which shows rows that are batches already.
+        # With the shape of a row, so that one sees batches that were given as rows.
         samples = f"{self.position.split.global_batch_size:,} samples in microbatches of {self.layout.rows:,}"
         return f"Batch(step={self.position.step}, {samples}, a row is {describe_tree(self.row)})"
 
@@ -162,7 +162,7 @@ def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedShar
     return jax.make_array_from_callback((part_KR.shape[0], num_rows, *part_KR.shape[2:]), sharding, shard)
 
 
-def last_step(plan: RampPlan, start: int, stop: int | None) -> int:
+def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
     """Return the step to stop before, by default the end of the plan, or refuse steps that the plan does not have."""
     if start < 0 or (stop is not None and stop > plan.total_steps):
         raise DataError(f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}")

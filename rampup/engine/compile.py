@@ -29,7 +29,8 @@ class Compiler:
 
     `jax.jit` compiles on the first call with a new shape and blocks until it is done. Here a program can be compiled before its
     first call, and the caller can ask whether it is ready. Ahead-of-time compilation does not fill the cache of `jax.jit`, so
-    this class holds the executables. It calls `before_first_run` when `get` returns a program for the first time.
+    this class holds the executables. `get` calls `before_first_run` before it returns a program for the first time:
+    there, the processes of a run wait for each other, as their compilations end at different times.
 
     Attributes:
         num_compilations: programs compiled so far.
@@ -82,8 +83,8 @@ class Compiler:
                 return self._compile(lower())
 
         with self._lock:
-            # One thread: compilations share the cores with training, and a second one would only slow both down. It waits for
-            # the lock. If it cannot be started, nothing is pending.
+            # One thread: compilations share the cores with training, and a second one would only slow both down. The new
+            # thread waits for the lock. If it cannot be started, nothing is pending.
             if not self._is_running:
                 threading.Thread(target=self._work, name="rampup-compile").start()
                 self._is_running = True
@@ -113,8 +114,8 @@ class Compiler:
                     self._is_running = False
                     return
                 future, work = self._requests.popleft()
-            # Python waits for this thread at the end of a program, which need not wait for what nobody will run. With
-            # `concurrent.futures.ThreadPoolExecutor`, it would wait for all that was requested.
+            # When Python exits it joins this thread, so drop the compilations that have not started: nobody will use them. The
+            # thread of a `concurrent.futures.ThreadPoolExecutor` would run all of them first.
             if not threading.main_thread().is_alive():
                 future.cancel()
             if future.set_running_or_notify_cancel():
@@ -157,7 +158,7 @@ def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None =
 def enable_compilation_cache(folder: str | None) -> None:
     """Keep compiled programs in a folder for later processes, unless JAX has a cache folder already. None changes nothing."""
     if folder is not None and jax.config.jax_compilation_cache_dir is None:
-        # JAX keeps it in a bucket too.
+        # The URL of a bucket is no path, and JAX takes it as it is.
         jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,6 +7,9 @@ So all that a step needs in addition is the sum of its squares. Three things kee
 - Along axes that shard the parameters (fsdp, tensor), a sum of squares would be a reduction per microbatch and array. So each
   shard keeps a partial sum of its own, and the partial sums are added once, together with those of |g|^2.
 - The second geometry, that of Adam, weights the squares with the second moments that the optimizer has anyway.
+
+A geometry is a way to square a gradient x: x^2 (Euclidean), or x^2 / sqrt(v) with Adam's second moment v. G_j is the gradient
+sum of block j and W_j its weight. S is the trace of the gradient's covariance, and G2 the square of the true gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class NoiseSums(NamedTuple):
     Attributes:
         squares: sum of |G_j|^2 / W_j, an array (geometries, *shards): the Euclidean geometry, then Adam's if it is measured.
             Each shard of the parameters has a partial sum.
-        blocks: number of blocks with a weight.
+        blocks: number of blocks with a weight. In a pipeline's stage, the squares are not divided by W_j yet, and this is the
+            weight of every microbatch, (K,).
     """
 
     squares: jax.Array
@@ -50,7 +54,8 @@ class NoiseMeter:
         shardings: shardings of the gradients, in the order of their leaves.
         axes: the mesh axes over which a sum of squares is split into partial sums.
         mesh: the mesh.
-        moments: Adam's second moments, for a second geometry: sum of x^2 / (sqrt(v) + eps). None: the Euclidean one alone.
+        moments: Adam's second moments, for a second geometry: sum of x^2 / sqrt(v + 1e-16), without x where v = 0. None:
+            the Euclidean one alone.
     """
 
     shardings: tuple[Any, ...] = field(metadata={"static": True})
@@ -74,8 +79,8 @@ class NoiseMeter:
     def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
         """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
 
-        `moments` and `shardings` are those of `grads`, which may be a part of all. In a loop over microbatches, `varying` is a
-        number that each has its own of.
+        `moments` and `shardings` are those of `grads`, which may be a part of all gradients. In a loop over microbatches,
+        `varying` is a number that changes with the microbatch.
         """
         shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
@@ -83,8 +88,8 @@ class NoiseMeter:
         if moments is not None:
             if varying is not None:
                 # The compiler would move what depends on the moments alone out of the loop, into buffers as large as the
-                # parameters. So they depend on the microbatch, though not on its gradient: all of it would have to be complete
-                # and be read again, instead of once, where it is added to its sum.
+                # parameters. So they depend on the microbatch, though not on its gradient: the whole gradient would then have
+                # to exist first and be read twice.
                 moments = jax.lax.optimization_barrier((moments, varying))[0]
                 moments = jax.tree.map(self._keep_layout, moments)
             # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
@@ -98,7 +103,7 @@ class NoiseMeter:
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
-        """Return S and G2 of a step in every geometry, from the sums over its blocks and the gradient of the mean loss.
+        """Return S (`trace`) and G2 (`squared_norm`) of a step from the sums over its blocks and the gradient of the mean.
 
         The gradient is sharded as this meter expects, possibly over the replicas too. The metrics are `grad_norm`, and
         `gradient_noise` with `trace`, `squared_norm`, `blocks` and, in Adam's geometry, `adam_trace` and `adam_squared_norm`.

@@ -314,8 +314,8 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
 
     Models constrain their activations over the data axis, as MaxText's do. In a training step that axis is manual, or
-    `jax.vmap` maps over it, and JAX refuses a constraint that names it. Other threads see JAX's own function, which is put back
-    at the end.
+    `jax.vmap` maps over it, and JAX refuses a constraint that names it. In other threads
+    the replacement does what JAX's function does. The last context to end puts that back.
 
     JAX has no public hook for the constraints of a model that somebody else wrote, so its own function is replaced.
     """
@@ -372,12 +372,11 @@ def process_rows(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> np
 
 
 def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
-    """Return a function that is `manual` over some axes so that XLA can partition it.
+    """Return `run`, to be called in a `shard_map` that is manual over `manual`, in a form that XLA can partition.
 
-    If two or more other axes of several devices are automatic, XLA aborts the process at most gathers and scatters, and some
-    grouped convolutions are wrong. So their operands are made whole first.
-
-    It takes what the function computes after all differentiation: the gradient of a sort is a gather too.
+    With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
+    grouped convolutions wrongly. So `run` is traced, and the operands of these operations are made whole: replicated over those
+    axes. The trace must have the backward pass already, because the gradient of a sort, for one, is a gather too.
     """
     if sum(size > 1 and name not in manual for name, size in mesh.shape.items()) < 2:
         return run
@@ -417,6 +416,7 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
             params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
             bound = eqn.primitive.bind(*_whole(name, params, inputs, mesh), **params)
             outputs = list(bound) if eqn.primitive.multiple_results else [bound]
+            # Their results have the dimensions of the first operand, so what makes that one whole fits them.
             if name.startswith("scatter") or name == "conv_general_dilated":
                 outputs = _whole(name, params, [*outputs, *inputs[1:]], mesh)[:1]
         values.update(zip(eqn.outvars, outputs, strict=True))

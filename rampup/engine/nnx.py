@@ -38,7 +38,7 @@ def split_model(
             row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
             with the key of its first row. For masks that do not depend on how the batch is split, use `keys`. The mode of the
             model (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
-        tx: the optimizer; with the engine `multi_steps`, the `tx` of the step.
+        tx: the optimizer; with the engine `multi_steps`, `rampup.multi_steps(tx, plan)`.
         mesh: the devices.
         wrt: the variables to train, as in `nnx.Optimizer`, such as `nnx.LoRAParam`. The other `nnx.Param` are in
             `TrainState.frozen`, and nothing is accumulated for them.

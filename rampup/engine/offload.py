@@ -175,7 +175,7 @@ def fetch_offloaded(state: Any, shardings: Any) -> Any:
     """Return a state with its arrays in host memory copied to the devices. Call it inside a compiled program.
 
     There the compiler copies each array when it is needed. `shardings` are those of the program's argument, which a trace does
-    not know. If nothing is offloaded, the state is returned as it is.
+    not know; its `out_shardings` bring the new state back. If nothing is offloaded, the state is returned as it is.
     """
     on_devices = device_shardings(shardings)
     is_on_devices = jax.tree.leaves(on_devices) == jax.tree.leaves(shardings)

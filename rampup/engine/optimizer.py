@@ -25,7 +25,8 @@ class LearningRate:
     """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
 
     Attributes:
-        plan: the plan whose clock (`RampPlan.clock`) and batch scaling apply.
+        plan: the plan. Its `clock` cuts the run into segments (`ClockSegment`), in each of which the schedule's progress is
+            linear in the step, and its batch scaling and Seesaw's level are constant.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
@@ -163,7 +164,7 @@ class AdamSchedule:
 
 
 class MomentMasses(NamedTuple):
-    """The sum of the weights of all gradients in each of AdamW's moments: 1 minus the product of all its decay rates so far."""
+    """The divisors that make AdamW's moments unbiased: 1 minus the product of all decay rates so far, of `mu` and of `nu`."""
 
     b1: jax.Array
     b2: jax.Array
@@ -178,7 +179,7 @@ def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -
     rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
 
     def init(params: Any) -> Any:
-        # The weight decay between the moments and the clock has no state.
+        # The states of `optax.adamw`: moments, weight decay (empty) and the count of the schedule.
         moments, _, clock = optax.adamw(rate).init(params)
         return moments, MomentMasses(jnp.zeros(()), jnp.zeros(())), clock
 
@@ -194,7 +195,7 @@ def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -
 
         mu = jax.tree.map(lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu)
         nu = jax.tree.map(lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old), grads, moments.nu)
-        # The average of ones, rounded as the moments are, and without the steps that are skipped, as they are.
+        # As averages of ones, the masses are rounded with the same b and c as the moments.
         one = jnp.ones(())
         mass = MomentMasses(average(now["b1"], now["c1"], one, masses.b1), average(now["b2"], now["c2"], one, masses.b2))
         mu_hat = jax.tree.map(lambda m: m / mass.b1.astype(m.dtype), mu)

@@ -258,6 +258,7 @@ def _reduce_all_but_gradients(sums: Sums, totals: Totals, replicas: tuple[str, .
     its weight is known on the last one, so the quotient cannot be formed before the reduction: every replica puts its
     microbatches into rows of its own, all rows are reduced with the loss, and every device divides.
     """
+    # `sums.noise` has squares that are not divided yet, and the weight of each microbatch in the place of `blocks`.
     sums = sums._replace(grads=None)
     if sums.noise is None:
         return totals.aggregate(sums, (*replicas, STAGE))

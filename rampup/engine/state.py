@@ -220,12 +220,12 @@ def check_arguments(call: str, **arguments: Any) -> None:
 
 
 def _put(tree: Any, shardings: Any, **options: Any) -> Any:
-    """Return `jax.device_put(tree, shardings)`, which refuses random keys on the devices of several processes."""
+    """Put a tree on devices like `jax.device_put`, which alone refuses random keys on the devices of several processes."""
 
     def is_key(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
-    # The numbers of a key have one more dimension, at the end, so its sharding is theirs.
+    # A key travels as its numbers. They have one more dimension, at the end, so its sharding fits them.
     put = jax.device_put(jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree), shardings, **options)
 
     def wrap(leaf: Any, own: Any) -> Any:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import LossFn, SummableLoss, multi_steps, random_key, summable
-from rampup.engine.batch import Batch, BufferLayout, last_step, layout_of, put_batch, row_size
+from rampup.engine.batch import Batch, BufferLayout, stop_step, layout_of, put_batch, row_size
 from rampup.engine.compile import Compiler
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
@@ -40,8 +40,8 @@ from rampup.plan.timetable import num_ticks
 ENGINES = ("fused", "multi_steps")
 # How many phases ahead of the current one programs are compiled in the background.
 PHASES_AHEAD = 2
-# `TrainStep.batches` and `stream`. The engine reads no data: `rampup.data.batches`, from which `rampup` takes `train_step` and
-# `TrainStep`, puts its functions here.
+# The functions behind `TrainStep.batches` and `TrainStep.stream`. `rampup.data.batches` puts them here when it is imported, so
+# that the engine does not import what reads data. `rampup.train_step` imports it.
 READERS: dict[str, Callable[..., Iterator[Batch]]] = {}
 
 
@@ -83,10 +83,12 @@ def train_step(
             ==================  ===============  =====================================  ===========  =========
             not finite          True             stay                                   stays        True
             of weight 0         True             stay                                   moves on     False
-            of weight 0         False            decay: loss and gradient are 0         moves on     none
+            of weight 0         False            change as by a gradient of 0           moves on     no key
+            not finite          False            change, to what is not finite          moves on     no key
             ==================  ===============  =====================================  ===========  =========
 
-            With `multi_steps`, `mutable` keeps the changes that the finite microbatches of a skipped step made.
+            A `dynamic_scale` in the state has the effect of True. With `multi_steps`, `mutable` keeps the changes that the
+            finite microbatches of a skipped step made.
         donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
         batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
         shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
@@ -286,7 +288,7 @@ class TrainStep:
             DataError: not as many rows as the plan has at this step.
         """
         step = self._returned[1] if step is None else int(step)
-        last_step(self._plan, step, step + 1)
+        stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
         split = self.split_for(position)
         needed = split.num_microbatches * len(process_rows(self._mesh, _rows(split), self._batch_axes))

@@ -45,12 +45,12 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What a step adds up besides loss, weight, aux and gradients, and how all of them are summed over the replicas.
+    """What a loss is given besides parameters and rows, to add up `Sums`: what else to sum, and how to sum over the replicas.
 
     It is a pytree, because its arrays are arguments of the functions that are manual or mapped over the replicas.
 
     Attributes:
-        mutable: what the loss function carries from microbatch to microbatch, before the first one; or None.
+        mutable: what the loss function carries from microbatch to microbatch, as it is before the first one; or None.
         noise: measures the squares of the gradients; or None.
         scale: a factor of the loss in the gradients, which keeps small ones of float16 from vanishing; or None.
     """
@@ -64,7 +64,7 @@ class Totals:
         return loss if self.scale is None else accumulator(loss) * self.scale
 
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
-        """Return the sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
+        """Return the sums over mesh axes. Call it in a function that is manual over them. The noise adds no collective."""
         mutable = sums.mutable
         if mutable is not None:
             mutable = jax.tree.map(lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable)
@@ -83,7 +83,7 @@ class Totals:
         )
 
     def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
-        """Return sums, and gradients of the scaled loss, as those of the loss."""
+        """Return the sums, and the gradients of the scaled loss, as if the loss had not been scaled."""
         if self.scale is None:
             return sums, grads
         noise = sums.noise and sums.noise._replace(squares=sums.noise.squares / self.scale**2)
@@ -143,7 +143,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def is_floating(leaf: Any) -> bool:
-    """Return whether JAX can differentiate with respect to an array. Integer parameters are not trained."""
+    """Return whether JAX can differentiate with respect to an array, real or complex. Integers are not trained."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -153,7 +153,7 @@ def has_integers(params: Any) -> bool:
 
 
 def floating(tree: Any, params: Any) -> Any:
-    """Return a tree like the parameters, or None, with None in the place of integers."""
+    """Return a tree like the parameters with None in the place of integers; None for None."""
     return None if tree is None else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
 
 

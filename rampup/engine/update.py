@@ -96,7 +96,7 @@ class Update:
             new = select_step(is_finite & (sums.weight != 0), new, state)
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
-                # Flax adapts it in a method that differentiates a function: one whose gradient is as finite as the step's.
+                # Flax adapts it only when it differentiates: here a function whose gradient is finite if that of the step is.
                 adapt = scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))
                 changes["dynamic_scale"] = adapt(jnp.float32(0))[0]
         new = replace_carried(new, mutable, **changes)
@@ -277,11 +277,11 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
     return dataclasses.replace(loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen))
 
 
-def _check_support(loss: Any, part: str, reason: str) -> None:
-    """Refuse something that the state has, `reason`, with a loss without the part that it concerns."""
-    if not dataclasses.is_dataclass(loss) or not hasattr(loss, part):
+def _check_support(loss: Any, attribute: str, feature: str) -> None:
+    """Refuse a state with a feature that needs a dataclass as loss with this attribute, if the loss has none."""
+    if not dataclasses.is_dataclass(loss) or not hasattr(loss, attribute):
         fix = "keep such arrays in `params` as floating-point numbers that optax.transforms.freeze excludes from the optimizer"
         fix += ", or train without a pipeline"
-        if reason == "`dynamic_scale`":
+        if feature == "`dynamic_scale`":
             fix = "scale the loss in its own functions, or train in bfloat16 or float32, which need no scale"
-        raise ConfigError(f"the state has {reason}, which {a_type(loss)} does not support; {fix}", key="state")
+        raise ConfigError(f"the state has {feature}, which {a_type(loss)} does not support; {fix}", key="state")

@@ -73,7 +73,7 @@ def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
 
 
 def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Sum this replica's gradients over the replicas, in a function that is manual over them.
+    """Sum this replica's gradients over the replicas. Call it in a function that is manual over them.
 
     Each replica gets what `shardings` says: of those that name the replicas' axes, one part of the array.
     """
@@ -168,10 +168,10 @@ def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
 
 @functools.cache
 def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
-    """Return the devices along some axes by their place in a TPU torus if each side takes a reduce-scatter, else None.
+    """Return the devices along some axes by their place in a TPU torus if a reduce-scatter must run per side, else None.
 
-    The compiler (libtpu 0.0.50) runs one over all of them as an all-reduce if they are all chips of a slice in three
-    dimensions, or of a square larger than 2x2. Along the other axes there may be more slices.
+    It must if they are all chips of a slice in three dimensions, or of a square larger than 2x2: there, the compiler (libtpu
+    0.0.50) runs a single reduce-scatter as an all-reduce. Each place on the other axes must be another slice.
     """
     first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
     size = math.prod(mesh.shape[name] for name in names)
@@ -208,6 +208,7 @@ def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> j
     torus = torus_of(mesh, names)
     if torus is None:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    # After all sides, part i is on the i-th device of the torus. The parts are permuted so that device k gets part k.
     order = torus.reshape(-1).tolist()
     if order != sorted(order):
         parts = jnp.split(x, len(order), axis=dim)

@@ -78,8 +78,8 @@ def decay_progress(
 class ClockSegment:
     """Steps of one phase in which the schedule's progress is linear. With Seesaw, a phase has a segment for every cut in it.
 
-    progress(step) = progress + (step - start_step) * progress_per_step, and the rate is peak * shape(progress) * scale. After the
-    warm-up, a `level` replaces shape(progress). A device gets progress and no samples: their number can overflow int32.
+    progress(step) = progress + (step - start_step) * progress_per_step, and the rate is peak * shape(progress) * scale. After
+    the warm-up, a `level` replaces shape(progress). A device gets progress and no samples: their number can overflow int32.
     """
 
     start_step: int  # first optimizer step of the segment

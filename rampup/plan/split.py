@@ -238,8 +238,8 @@ class BatchSplitter:
         if not chooses or self.tick_overhead is None:
             return ()
         passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
-        # b = samples / m divides all batches if m is a multiple of samples / shared, and is at most the largest legal b of every
-        # batch if m is at least samples divided by it.
+        # b = samples / m divides all batches if m is a multiple of samples / shared, and is at most the largest legal b of
+        # every batch if m is at least samples divided by it.
         samples = sizes[-1] // (self.data_parallel_size * passes)
         shared = math.gcd(*sizes) // (self.data_parallel_size * passes * self._pass_unit)
         return pipeline_candidates(

@@ -233,7 +233,7 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
 
 
 def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
-    """Return the sizes of the groups of microbatches that pass through all repeats together: balanced, at least p each if m >= p.
+    """Return the sizes of the groups of microbatches that pass all repeats together: balanced, at least p each if m >= p.
 
     Example:
         >>> group_sizes(10, 4)

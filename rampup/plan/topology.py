@@ -1,4 +1,4 @@
-"""TPU slices by name: their chips, shape, torus links and published figures. You can plan and compile for a slice without access to it.
+"""TPU slices by name: their chips, shape, torus links and published figures, to plan and compile for slices without having one.
 
 Names are those of the TPU compiler (`v5e:4x4`), Google's product names (`v5litepod-16`, `v5p-128`, `v6e-256`), and either with
 a number of slices in front (`2*v5e:4x4`).

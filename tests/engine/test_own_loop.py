@@ -17,7 +17,7 @@ from helpers.toy import loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, r
 
 import rampup
 from rampup.errors import ConfigError, DataError, RampupError
-from rampup.loop.checkpoint import Checkpoints, find_checkpoint
+from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, find_checkpoint
 
 
 def trained(step, mesh, batches):
@@ -201,7 +201,7 @@ def test_a_field_of_ones_own_is_updated_once_per_step_and_saved(skip_nonfinite, 
         states.append((state.params, state.ema, int(state.step)))
     check_equal(*states)
     assert float(jnp.abs(state.ema["in"]).sum()) > 0
-    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointOptions(async_checkpointing=False)) as checkpoints:
         checkpoints.save(4, state, {})
         restored = checkpoints.restore(find_checkpoint(tmp_path), fresh)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
