@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from rampup.data.loading import Loading
 from rampup.data.sources import RowSource, as_source, check_not_batched, read_rows
-from rampup.engine.batch import Batch, stop_step, put_batch
+from rampup.engine.batch import Batch, put_batch, stop_step
 from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
 from rampup.engine.step import READERS
 from rampup.engine.step import TrainStep as TrainStep

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import LossFn, SummableLoss, multi_steps, random_key, summable
-from rampup.engine.batch import Batch, BufferLayout, stop_step, layout_of, put_batch, row_size
+from rampup.engine.batch import Batch, BufferLayout, layout_of, put_batch, row_size, stop_step
 from rampup.engine.compile import Compiler
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all

@@ -37,8 +37,8 @@ RECORD_VERSION, RECORD_FILE = 1, "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
 # Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
 _WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
-# Orbax's barrier before process 0 completes a checkpoint. A process reaches it when it has written everything.
-_WRITTEN = "async_write_complete"
+# A part of the key of Orbax's barrier that a process reaches when it has written its files of a checkpoint.
+_ALL_WRITTEN = "async_write_complete"
 _THREADS = 8
 # The share of a large checkpoint takes minutes to read. If a process is gone meanwhile, the watchdog ends the others.
 _CHECK_SECONDS = 24 * 3600
@@ -58,9 +58,9 @@ class CheckpointOptions:
         max_to_keep: older checkpoints are deleted; None keeps all.
         async_checkpointing: write in the background.
         on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
-        identity: values that must be the same in a checkpoint and in the run that resumes it.
+        identity: JSON values that must be the same in a checkpoint and in the run that resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
-        to_saved, from_saved: between the state in training and the state in checkpoints, if they differ.
+        to_saved, from_saved: convert the state in training to the one in checkpoints, and back; structure and shapes stay.
     """
 
     checkpoint_period: int | None = None
@@ -78,7 +78,7 @@ class SavedCheckpoint:
     """The newest intact checkpoint of a folder, as `find_checkpoint` returns it."""
 
     step: int  # optimizer steps done
-    record: Mapping[str, Any]  # read once
+    record: Mapping[str, Any]  # as process 0 has read it
     damaged: Mapping[int, str] = field(default_factory=dict)  # newer ones that are damaged: optimizer steps -> the problem
 
 
@@ -137,7 +137,7 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
 def read_state(folder: Path, step: int, state: Any) -> Any:
     """Return the state of an intact checkpoint of a run that may be training, without changing anything in its folder.
 
-    `state` has the same structure, or is its shapes. The returned one gets its types and shardings.
+    `state` is a state of the same structure, or its shapes. The result has its types and shardings.
 
     Raises:
         ResumeMismatchError: a state of another structure.
@@ -166,7 +166,7 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
 
 
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
-    """Return the state of a checkpoint as a tree like `shapes` with its shardings; by default one of dicts, on one device."""
+    """Return the state of a checkpoint like `shapes`, with its shardings; by default as nested dicts on one device."""
     # It only reads, so it needs no `ocp.CheckpointManager`.
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         if shapes is None:
@@ -216,10 +216,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Optimizer steps done in the newest checkpoint, or None."""
         return max(checkpoint_steps(self.folder), default=None)
 
-    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
-        """Write a checkpoint after `step` optimizer steps, with JSON values `record`.
+    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> bool:
+        """Write a checkpoint after `step` optimizer steps, with JSON values `record`, unless there is one.
 
-        On return `state` may be changed, also if it is written in the background.
+        When this returns, `state` has been copied: it may be donated, even if the write goes on in the background.
+
+        Returns:
+            Whether the checkpoint is written, or its write has begun.
 
         Raises:
             StorageError: from `on_error`, for this checkpoint or the one before it.
@@ -227,7 +230,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
         self.wait()
         if step in checkpoint_steps(self.folder):
-            return
+            return False
         content = {"version": RECORD_VERSION, "step": step, **record}
         self._writing = step
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
@@ -237,8 +240,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryDirectory(dir=self.folder).cleanup()
-                # Before Orbax begins it, whose threads print pages about every file. Arrays count as if they could not be
-                # compressed, with the metadata of Orbax and of each array.
+                # Check the space first: Orbax's threads print pages about every file if there is none. Arrays count as if they
+                # could not be compressed, with the metadata of Orbax and of each array.
                 leaves, disk = jax.tree.leaves(state), shutil.disk_usage(self.folder)
                 most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
                 most += METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
@@ -249,13 +252,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     )
             self._manager.save(step, args=arguments, force=True)
 
-        self._attempt(write)
-        if not self._options.async_checkpointing:
-            self.wait()
+        return self._attempt(write) and (self._options.async_checkpointing or self.wait())
 
-    def wait(self) -> None:
-        """Wait until every checkpoint is written, or `on_error` raises a StorageError."""
-        self._attempt(self._manager.wait_until_finished)
+    def wait(self) -> bool:
+        """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
+        return self._attempt(self._manager.wait_until_finished)
 
     def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
         """Return the state of a checkpoint, and move newer, damaged checkpoints into `damaged_checkpoints` next to the folder.
@@ -287,12 +288,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 write_checksums(unfinished, process=jax.process_index())
 
         def barrier(*, key: str, timeout_ms: int) -> None:
-            # Other processes have the checksums of the files that they have written before process 0 completes them.
-            if _WRITTEN in key and not is_primary():
+            # The other processes write the checksums of their files before this barrier, and process 0 merges them after it.
+            if _ALL_WRITTEN in key and not is_primary():
                 take_checksums()
             ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
-        # Orbax calls the second one when all files of a checkpoint are written, before it renames the folder.
+        # Despite its name, Orbax calls `post_finalization_callback` before it renames the folder, when all files are written.
         callbacks = ocp.AsyncOptions(
             barrier_sync_fn=barrier, post_finalization_callback=lambda: take_checksums() if is_primary() else None
         )
@@ -305,9 +306,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         # Orbax writes into a folder with the step's number and a suffix that depends on its version.
         return () if is_bucket(self.folder) else self.folder.glob(f"{step}.*")
 
-    def _attempt(self, action: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[[], Any]) -> bool:
         try:
             action()
+            return True
         except Exception as error:
             step, self._writing = self._writing, None
             # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
@@ -325,6 +327,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             if self._on_error is None:
                 raise failure from error
             self._on_error(failure)
+            return False
 
 
 def _as_tree(state: Any) -> dict[str, Any]:

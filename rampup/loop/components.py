@@ -38,10 +38,10 @@ class LoopRamp(Protocol):
         """Return the samples of the steps before one."""
 
     def to_rows(self) -> list[list[Any]]:
-        """Return the sizes as JSON."""
+        """Return the ramp as a table, a list of JSON values for each phase."""
 
     def differences(self, rows: list[list[Any]]) -> str:
-        """Return how the `to_rows` of a checkpoint differ, as lines of an error message; "" if there is no table of them."""
+        """Return how the `to_rows` of a checkpoint differ, as lines of an error message; "" if they cannot be shown."""
 
 
 class LoopPlan(Protocol):
@@ -69,17 +69,21 @@ class LoopStep(Protocol):
 
     @property
     def shape_changes(self) -> Mapping[int, int]:
-        """The steps at which shapes changed. A subclass of this protocol has one shape."""
+        """Microbatch size -> the step from which it is used. By default the shape never changes."""
         return {}
 
     def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did."""
+        """Change shapes at the steps at which an earlier part of the run did, so that a resume repeats them."""
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Run one optimizer step."""
+        """Run one optimizer step; return the state and the metrics.
+
+        Of these the loop knows `loss`, and if they are there `grad_norm`, `skipped`, `aux` (sums), `weight` (what the means of
+        sums are divided by), `gradient_noise` and `facts` (numbers of the host, for the line of the step).
+        """
 
     def close(self) -> None:
-        """Cancel compilations that have not started."""
+        """Cancel compilations that have not started. The step may be called again."""
 
 
 class Component:
@@ -96,7 +100,7 @@ class Component:
         """Continue from a checkpoint's record."""
 
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
-        """Take the next step, and return what to add to its line of metrics.jsonl. It is called once per step, in order.
+        """Process the metrics of one finished step; return what to add to its line. Called once per step, in order.
 
         `line` is the line so far, with what the components before this one have added. `values` are the metrics of the step on
         the host.
@@ -157,13 +161,13 @@ class NoiseAverages(Component):
         self.scales |= {prefix: NoiseScale.from_state({**values, **own}) for prefix, values in found.items()}
 
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the `gradient_noise` of a step. A skipped step stays out of the averages."""
+        """Add the `gradient_noise` of a step. A skipped step stays out of the averages."""
         noise, found = values.get("gradient_noise", {}), dict[str, Any]()
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
             trace, squared_norm = float(noise[f"{prefix}trace"]), float(noise[f"{prefix}squared_norm"])
             scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self.half_life_samples))
             if not values.get("skipped", False):
-                # Before its first step, Adam has no second moments and its geometry no S.
+                # Before its first step, Adam has no second moments: both are 0 in its geometry, and say nothing.
                 counted = 0.0 if prefix and trace == squared_norm == 0 else float(values["weight"])
                 scale.update(samples=line["global_batch_size"], weight=counted, trace=trace, squared_norm=squared_norm)
             found |= {f"{prefix}gradient_noise_trace": finite_or_none(trace)}
@@ -173,9 +177,10 @@ class NoiseAverages(Component):
 
 @dataclass(frozen=True, slots=True)
 class AutoBatch(Component):
-    """The decisions of `batch_size_schedule: auto`, which follow the noise. The averages come before it in a loop.
+    """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it in `Loop.components`.
 
-    `schedule` has the decisions so far; with `follow`, those of the plan with which the run starts or resumes.
+    `schedule` has the decisions so far. With `follow` they are in the plan with which a run resumes, so only those of `advise`
+    are loaded from the record.
     """
 
     schedule: AutoSchedule

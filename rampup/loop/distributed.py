@@ -24,7 +24,8 @@ from rampup.engine.processes import FOLDER, announced, is_primary, kv_store
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
-# Steps from a decision to its effect. A step ends for all processes together, so none is this many steps ahead of another.
+# Steps from a decision to its effect. A step ends on the devices of all processes together, and a host starts at most a few
+# more (`metrics.IN_FLIGHT`), so no process is this many steps ahead of another.
 NOTICE_STEPS = 8
 _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
 _agreement_numbers, _check_numbers = itertools.count(), itertools.count()
@@ -155,9 +156,9 @@ def watchdog(timeout: float) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    # `done` is set when there is nothing more to watch, and `disconnected` when the main thread has left its collective with an
-    # error, and ends by itself.
-    own, done, disconnected = jax.process_index(), threading.Event(), threading.Event()
+    # `done` is set when there is nothing more to watch, and `device_error` when the main thread has failed with an error of the
+    # devices or of the connections between processes: then it ends by itself.
+    own, done, device_error = jax.process_index(), threading.Event(), threading.Event()
 
     def report(state: str) -> None:
         kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
@@ -180,7 +181,7 @@ def watchdog(timeout: float) -> Iterator[None]:
             problem = _problem(seen, now, answered, timeout)
             if problem and not done.is_set():
                 print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
-                if disconnected.is_set():
+                if device_error.is_set():
                     return
                 # The main thread is inside a collective that waits for the process that is gone. No exception and no signal
                 # handler reaches it there, and jax.distributed.shutdown would wait for that process too: nothing else ends
@@ -199,9 +200,10 @@ def watchdog(timeout: float) -> Iterator[None]:
         if cause is not None:
             # A broken connection fails here at once, long before the process at its other end counts as silent. Wait until the
             # thread has named that process. Until then this one stays alive for the others, which look for the culprit as well.
-            disconnected.set()
+            device_error.set()
             thread.join(timeout + 2)
         done.set()
+        thread.join(2)  # A sign of life that is being written would come after the report.
         with contextlib.suppress(Exception):
             report(f"{_FAILED}{type(error).__name__}: {error}")
         raise

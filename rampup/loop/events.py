@@ -26,12 +26,12 @@ class RunPlanned(Event):
 
 
 class RunStarted(Event):
-    """The state is restored or new, and step `step` of the plan is next. With one token per sample, rates are of samples."""
+    """The state is restored or new, and step `step` of the plan is next."""
 
     step: int
     folder: Path
     plan: Any
-    tokens_per_sample: int | None = None
+    tokens_per_sample: int | None = None  #: 1 if throughput is in samples per second
 
 
 class LearningRateChanged(Event):
@@ -45,7 +45,7 @@ class LearningRateChanged(Event):
 
 
 class PhaseStarted(Event):
-    """Step `step` is the first of this process in a phase of the ramp."""
+    """Step `step` is the first of this launch in a phase of the ramp."""
 
     step: int
     phase: int
@@ -88,7 +88,7 @@ class Evaluated(Event):
 
 
 class CheckpointSaved(Event):
-    """A checkpoint after `steps` steps has its data; it may still be written in the background."""
+    """The state after `steps` steps was copied for a checkpoint, which may still be written in the background."""
 
     steps: int
 
@@ -122,7 +122,7 @@ class StopRequested(Event):
 
 
 class RunStopping(Event):
-    """After a `StopRequested`: the steps before step `step` end, and none begins from there on."""
+    """The run is stopping, in all processes: the steps before step `step` end, and none begins from there on."""
 
     step: int
 

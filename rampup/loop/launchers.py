@@ -14,9 +14,9 @@ from rampup.errors import ConfigError
 
 # The port of an address without one, unless JAX_COORDINATOR_PORT is set.
 DEFAULT_PORT = "8476"
-# Variables with the number of processes (the first that is set counts) and with the number of this one. The more specific come
-# first: mpirun may run within a Slurm job, and the author of a script may set NNODES too. A step of Slurm has its own number of
-# tasks; in the step of an interactive shell, SLURM_NTASKS is that of the job.
+# Variables with the number of processes (the first that is set is taken) and with the number of this one. The more specific
+# come first: mpirun may run within a Slurm job, and the author of a script may set NNODES too. A step of Slurm has its own
+# number of tasks; in the step of an interactive shell, SLURM_NTASKS is that of the job.
 _VARIABLES = (
     (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
     (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID"),
@@ -44,9 +44,9 @@ def find_launch(
 ) -> Launch | None:
     """Return the place of this process among those that it was started with; None if it is alone.
 
-    The given address (of process 0, with or without a port), count and number count first, then JAX's variables. The rest comes
-    from JAX's detectors if there is no address, and otherwise from the variables of launchers. A detector may wait `timeout`
-    seconds for the name of process 0 to be resolved.
+    The arguments (the address of process 0, with or without a port, count and number) take precedence, then JAX's variables.
+    The rest comes from JAX's detectors if there is no address, and otherwise from the variables of launchers. A detector may
+    wait `timeout` seconds for the name of process 0 to be resolved.
 
     Raises:
         ConfigError: this process is one of several, but what it needs to find the others is not known.
@@ -96,7 +96,7 @@ def find_launch(
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        # A pod of an indexed Job that cannot be its only one is refused; one that may be one of several says so.
+        # Index > 0 proves that there are other pods: refuse. Index 0 may be the only one: run, and say so.
         index = _number_in("JOB_COMPLETION_INDEX")
         if index is not None:
             problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
@@ -162,7 +162,7 @@ def _launcher() -> Launch | None:
 
 
 def _ask_jax() -> tuple[Launch | None, str]:
-    """Return the several processes that one of JAX's detectors finds, or None, and the problem of a detector that failed."""
+    """Return the launch of several processes that a detector of JAX finds, or None; and the problem of one that failed."""
     try:
         from jax._src.clusters import ClusterEnv
 
@@ -187,9 +187,9 @@ def _ask_jax() -> tuple[Launch | None, str]:
                 return Launch(count, cluster.get_process_id(), by=f"JAX's {name}", cluster=cluster), ""
         except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
             words = f"JAX's {name} says: {type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
-            hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or "unknown, or several"
-            # A pod that asks in vain is often one of its own. A host with TPUs is often one of several.
-            if count > 1 or ("Tpu" in name and "," in hosts):
+            # A pod that asks in vain is often the only one. A host with TPUs is often one of several.
+            hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+            if count > 1 or ("Tpu" in name and (hosts is None or "," in hosts)):
                 fix = "set coordinator_address, num_processes and process_id in each process"
                 raise ConfigError(f"{words}; {fix}. {_ALONE}", key="coordinator_address") from None
             problem = problem or words

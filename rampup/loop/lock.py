@@ -28,7 +28,8 @@ from rampup.loop.run_folder import absolute_path, is_bucket
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
-# A lease has no exclusive creation: time after which a process that wrote at the same moment would have overwritten it.
+# A lease cannot be created exclusively: two processes may write it at once. Each waits this long and reads it again; the last
+# writer owns it.
 SETTLE_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
@@ -107,7 +108,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
 
 
 def _lease(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
-    """Write the file, after waiting for signs of life of an owner, until `held` is closed; or return the owner, if any."""
+    """Hold a lease until `held` is closed, or return its owner. One that is there must stay as it is for `STALE_SECONDS`."""
     own, beats, stopped = {**_identity(), "token": uuid.uuid4().hex}, itertools.count(), threading.Event()
 
     def write() -> None:

@@ -5,7 +5,7 @@ returns before the devices are done: its metrics are fetched two steps later, or
 
 A component may replace the plan, as `batch_size_schedule: auto` does, and then this holds:
 
-- A plan changes between two steps and only extends its ramp: the steps that are done have the same rows in both, so the
+- A plan changes between two steps and only extends its ramp: the steps that are done have the same batches in both, so the
   learning rate, the metrics and the samples before a step stay as they are.
 - It is decided from the flushed lines of all steps before it, alike in all processes, and written into the step's line.
 - A run that writes checkpoints has one with the new ramp before the first step of the new size, from which it can resume.
@@ -62,14 +62,14 @@ class Summary:
         consumed_samples: samples consumed by them.
         first_loss: loss of step 0; None before it.
         final_loss: loss of the last step.
-        num_compilations: executables built for the training step by this process.
+        num_compilations: executables built for the training step in this launch.
         ramp_steps: of these steps, those before the last phase.
-        tokens_per_second: of this process without its first step; None if it did no other.
+        tokens_per_second: of all processes together, in this launch without its first step; None if it did no other.
         checkpoint: folder of the newest checkpoint, or None.
         metrics: the metrics file.
         interrupted: whether a signal ended the run early.
-        resumed_from: steps that earlier processes had done.
-        seconds: duration of this process's part of the run, compilation included.
+        resumed_from: steps that earlier launches of the run had done.
+        seconds: duration of this launch, compilation included.
         first_eval_loss, final_eval_loss: losses of the first and the last evaluation of the run; None without evaluation.
         batch_size_schedule: with `batch_size_schedule: auto`, the schedule that was used, or is advised; None without.
     """
@@ -96,7 +96,7 @@ class EvalOptions:
     """When a run evaluates, and how.
 
     Attributes:
-        evaluate: from a state to its metrics, `eval_loss` among them.
+        evaluate: called with a state; returns its metrics, `eval_loss` among them.
         eval_interval: steps between evaluations; the last step is always evaluated.
         at_start: also evaluate the state of step 0, as step -1.
     """
@@ -113,7 +113,7 @@ class Loop:
     Attributes:
         plan: the plan.
         step: the training step.
-        batches: from a step number to the batches from there on, such as `BatchLoader.batches`.
+        batches: called with a step number; returns the batches from that step on, such as `BatchLoader.batches`.
         folder: the run's folder.
         metrics: the contents of metrics.jsonl, and its writers.
         checkpoints: when checkpoints are written, and what they contain.
@@ -121,7 +121,7 @@ class Loop:
         on_event: called with every `rampup.loop.events.Event`.
         components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. The
             step brings its own.
-        batches_of: from a plan to its `batches`, if a component can change the plan.
+        batches_of: called with a plan; returns its `batches`. Needed if a component can change the plan.
         should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does. For
             threads, which cannot handle signals, and for launchers that give notice in another way.
     """
@@ -152,7 +152,7 @@ class Loop:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
 
         Args:
-            state: the training state of step 0; its memory is reused.
+            state: the training state of step 0; its buffers are donated.
 
         Returns:
             The trained state, and the result of the run.
@@ -225,7 +225,7 @@ class Loop:
         """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
 
         Args:
-            state: the training state before step `start`; its memory is reused.
+            state: the training state before step `start`; its buffers are donated.
             start: the first step.
 
         Returns:
@@ -249,7 +249,7 @@ class Loop:
                 length = self.metrics.tokens_per_sample
                 self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
                 done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
-                interrupted = done < self.plan.total_steps
+                interrupted = done < plan.total_steps
                 self._flush(metrics)
                 # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
                 can_save = failure is None or jax.process_count() == 1
@@ -321,7 +321,7 @@ class Loop:
             except DataError as error:
                 return done, state, error, plan
             finally:
-                self.step.close()
+                self.step.close()  # Only its compilations: it may go on with another plan.
             if next_plan is plan:
                 return done, state, None, plan
             checkpoints.wait()
@@ -344,8 +344,8 @@ class Loop:
             for component in self.components:
                 record |= component.state()
             record |= self.checkpoints.extra_metadata
-            checkpoints.save(done, self.checkpoints.to_saved(state), record)
-            self.on_event(events.CheckpointSaved(steps=done))
+            if checkpoints.save(done, self.checkpoints.to_saved(state), record):
+                self.on_event(events.CheckpointSaved(steps=done))
         metrics.restart_clock()
 
     def _flush(self, metrics: Metrics) -> bool:
@@ -381,7 +381,8 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         requested = True
-        signal.signal(number, before[number])
+        for each, handler in before.items():
+            signal.signal(each, handler)
         with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
             threading.Thread(target=on_request, daemon=True).start()
 

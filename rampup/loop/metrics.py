@@ -33,12 +33,12 @@ class MetricOptions:
     """The metrics of a run.
 
     Attributes:
-        learning_rate: from a step number to its learning rate; None leaves it out.
+        learning_rate: called with a step number; returns its learning rate. None leaves it out.
         tokens_per_sample: for tokens per second. With 1, they are samples per second.
         flops_per_sample: FLOPs of the model, forward and backward, for FLOP/s; None leaves FLOP/s out.
-        writers: from the first step to the writers that get the metrics in addition to the files; see `MetricWriter`.
+        writers: called with the first step; returns what gets the metrics in addition to the files, see `MetricWriter`.
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
-        describe_rows: from a step number to descriptions of its rows, for the error that ends the run.
+        describe_rows: called with a step number; returns descriptions of its rows, for the error that ends the run.
     """
 
     learning_rate: Callable[[int], float] | None = None
@@ -52,15 +52,15 @@ class MetricOptions:
 class Metrics:
     """Fetches each step's metrics two steps later, so that the devices never wait for the host.
 
-    Lines of step `start`, the first of this process, and of later ones are replaced. Each component takes the steps in order
-    and adds to their lines. `PhaseStarted`, `StepDone`, `StepSkipped` and, if lines are damaged, `StorageFailed` are reported.
+    Lines of step `start`, the first of this launch, and of later ones are replaced. Each component gets the steps in order and
+    adds to their lines. `PhaseStarted`, `StepDone`, `StepSkipped` and, if lines are damaged, `StorageFailed` are reported.
     """
 
     def __init__(
         self, folder: Path, start: int, *, options: MetricOptions, components: Sequence[Component], on_event: OnEvent
     ) -> None:
         self._options, self._components, self._on_event = options, components, on_event
-        # The lines of the steps that were skipped in a row, beginning with those just before this process.
+        # The lines of the steps that were skipped in a row, beginning with those just before this launch.
         before = itertools.dropwhile(lambda line: line["step"] >= start, read_lines_backwards(folder / METRICS_FILE))
         self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
@@ -74,7 +74,7 @@ class Metrics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of this process without its first step; None before its second."""
+        """Tokens per second of all processes in this launch, without its first step; None before its second."""
         return self._tokens / self._seconds if self._seconds else None
 
     def restart_clock(self) -> None:
@@ -82,7 +82,7 @@ class Metrics:
         self._last = self._last_push = time.perf_counter()
 
     def push(self, position: PlanPosition, values: Any, compile_seconds: float) -> None:
-        """Take the metrics of a step, which may still be running, and the time that it waited for a compilation."""
+        """Queue the metrics of a step, which may still be running, and the time that it waited for a compilation."""
         now = time.perf_counter()
         between, self._last_push = now - self._last_push - compile_seconds, now
         self._waiting.append((position, values, compile_seconds, between))
@@ -102,8 +102,9 @@ class Metrics:
             NonFiniteError: too many steps in a row were skipped.
         """
         while self._waiting:
-            self._write_oldest(is_last=True)
+            self._write_oldest(flushing=True)
         self._log.sync()
+        self._eval_log.sync()
         for writer in self._writers:
             writer.flush()
 
@@ -114,7 +115,7 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _write_oldest(self, *, is_last: bool = False) -> None:
+    def _write_oldest(self, *, flushing: bool = False) -> None:
         position, values, compile_seconds, between = self._waiting.popleft()
         fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped", "facts", "gradient_noise") if name in values}
         # The scalars among the auxiliary sums, by their names or paths.
@@ -127,9 +128,9 @@ class Metrics:
         values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        # If the host is slower than the devices, the last steps before an evaluation are done already: they took as long as the
+        # If the host is slower than the devices, steps are done already when a flush fetches them: they took as long as the
         # host did from one to the next, and not the time of fetching them.
-        step_seconds = max(seconds, between) if is_last else seconds
+        step_seconds = max(seconds, between) if flushing else seconds
         options, facts = self._options, values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
         record = {
@@ -168,7 +169,7 @@ class Metrics:
         write_numbers(self._writers, record)
         # The first step includes the start of the run and is no measure of its speed.
         if position.step > self._first:
-            self._tokens += position.split.global_batch_size * self._options.tokens_per_sample
+            self._tokens += size * self._options.tokens_per_sample
             self._seconds += seconds
         if position.phase.index != self._phase:
             self._phase = position.phase.index
@@ -177,7 +178,8 @@ class Metrics:
         self._skipped = [*self._skipped, record] if "skipped" in record else []
         if self._skipped:
             self._on_event(StepSkipped(step=position.step, in_a_row=len(self._skipped)))
-        if self._skipped and len(self._skipped) == self._options.skip_nonfinite:
+        # More, if the steps before this launch were trained with a higher limit.
+        if 0 < options.skip_nonfinite <= len(self._skipped):
             steps, found = [line["step"] for line in self._skipped], []
             for line in self._skipped[-NAMED_ROWS:]:
                 rows, end = self._options.describe_rows(line["step"]), line["consumed_samples"]
@@ -186,8 +188,8 @@ class Metrics:
                 found.append(samples + (f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""))
             raise NonFiniteError(
                 f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite, {len(steps)} in a row: "
-                f"skip_nonfinite={len(steps)} stops there; none of them changed the parameters, and the checkpoints stay. The "
-                + "\n".join(["rows they used:", *found]),
+                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters, and the checkpoints "
+                "stay. The " + "\n".join(["rows they used:", *found]),
                 steps=steps,
                 key="skip_nonfinite",
             )

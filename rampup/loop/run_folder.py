@@ -29,7 +29,7 @@ METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 # An object in a bucket is written again as a whole, which should not happen in every step.
 UPLOAD_SECONDS = 60.0
-# Lines that are read at once from the end of a file. In a bucket, a part of a file that has as much is complete.
+# Bytes of a file that are read at once from its end. In a bucket, a part of a file that has as many is full.
 TAIL_BYTES = 2**20
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
 # The schemes of buckets, with the packages that they need.
@@ -57,7 +57,7 @@ class StepLog:
 
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True, on_event: OnEvent = ignore_event) -> None:
         self.path, self._writes, self._unwritten = path, writes, b""
-        # The open file; in a bucket None, and then the last part, its lines that are there, and the time of the last upload.
+        # Locally the open file. In a bucket None, and then the last part, its content there, and the time of its upload.
         self._file: int | None = None
         self._part, self._content, self._uploaded = path, b"", -UPLOAD_SECONDS
         if not writes:
@@ -85,7 +85,7 @@ class StepLog:
                 self._content = kept
             else:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                # What is kept is there already, up to the end of a last line that a crash cut off in front of its end.
+                # The kept lines are in the file already. Only the last newline may be missing, if a crash cut it off.
                 missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
                 os.ftruncate(self._file, start + len(kept) - missing)
                 self._unwritten = b"\n" * missing
@@ -110,7 +110,8 @@ class StepLog:
         if not self._writes:
             return
         try:
-            self._store()
+            if self._file is not None or self._unwritten:
+                self._store()
             if self._file is not None:
                 # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
                 os.fsync(self._file)
@@ -123,7 +124,7 @@ class StepLog:
         """Close the file; no call follows."""
         if self._file is not None:
             os.close(self._file)
-        elif self._writes:
+        elif self._writes and self._unwritten:
             with contextlib.suppress(OSError):
                 self._store()
         self._file, self._writes = None, False
@@ -161,7 +162,10 @@ def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
-    """Return where the last block with lines below a step is, its part and its start; those lines; whether there is damage."""
+    """Find the last block with lines below a step: return its part, its offset, those lines, and whether damage was seen.
+
+    Steps never decrease, so all lines before that block stay.
+    """
     part, start, kept, is_damaged = path, 0, b"", False
     for part, start, lines in _blocks_backwards(path):  # noqa: B007 - those of the last iteration are returned
         is_damaged |= any(record is None for _, record in lines)
@@ -247,7 +251,7 @@ def write_whole(file: Path, content: bytes) -> None:
 def run_folder(base: str, name: str) -> Path:
     """Return the folder of a run in `base`, created if necessary.
 
-    That of a name may exist; without a name, there is a new folder with the time as its name.
+    The folder of a given name may exist. Without a name, the folder is new and named after the time.
 
     Raises:
         ConfigError: the folder cannot be created.
@@ -262,7 +266,9 @@ def run_folder(base: str, name: str) -> Path:
             if name:
                 raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
         except OSError as error:
-            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", key="base_output_directory") from None
+            raise ConfigError(
+                f"cannot make the folder {folder}: {error.strerror or error}", key="base_output_directory"
+            ) from None
     return folder
 
 
@@ -304,6 +310,6 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 
 
 def absolute_path(path: str | os.PathLike[str], *, follow: bool = True) -> Path:
-    """Return an absolute path, with `follow` without symbolic links. That of a bucket is one; `epath` would extend it."""
+    """Return an absolute path; `follow` resolves symbolic links. The URL of a bucket stays as it is."""
     found = as_path(path)
     return found if is_bucket(found) else found.resolve() if follow else found.absolute()

@@ -11,7 +11,7 @@ from helpers.runs import metrics_of
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.loop import checkpoint
 from rampup.loop.checkpoint import CHECKSUMS_FILE, damage
-from rampup.loop.events import CheckpointDamaged, StorageFailed
+from rampup.loop.events import CheckpointDamaged, CheckpointSaved, StorageFailed
 from rampup.loop.run_folder import DAMAGED_FOLDER
 
 
@@ -147,6 +147,14 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
     assert str(caught.value) == f"the checkpoint of step 8 could not be written: {reason}"
     full_disk.clear()
     assert toy_run.run(tmp_path)[0].resumed_from == 4
+
+
+def test_a_checkpoint_that_fails_at_once_is_not_reported_as_saved(tmp_path, full_disk):
+    """With `continue` and without a background write, `StorageFailed` is all that is said of it."""
+    full_disk.add(8)
+    events = []
+    toy_run.run(tmp_path, events=events, on_checkpoint_error="continue", async_checkpointing=False)
+    assert [event.steps for event in events if isinstance(event, CheckpointSaved)] == [4, 12]
 
 
 @pytest.mark.parametrize(("steps", "most", "left"), [({4, 8}, None, "12"), ({8, 12}, 1, "4")])

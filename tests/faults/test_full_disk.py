@@ -17,7 +17,8 @@ from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
 from rampup.lm import train as lm
 from rampup.loop.checkpoint import damage
-from rampup.loop.events import StepDone, StorageFailed
+from rampup.loop.events import StepDone, StorageFailed, ignore_event
+from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import StepLog, read_lines
 
 
@@ -109,6 +110,21 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_begun(small_disk, cap
     assert (capfd.readouterr().err, caplog.records) == ("", [])
     assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []
     assert (sys.excepthook, sys.unraisablehook, threading.excepthook) == hooks
+
+
+def test_lines_of_evaluations_wait_for_room(small_disk):
+    """A flush writes them too."""
+    metrics = Metrics(small_disk, 0, options=MetricOptions(), components=(), on_event=ignore_event)
+    fill(small_disk)
+    lines = [{"step": step, "eval_loss": 0.5} for step in range(400)]
+    for line in lines:
+        metrics.write_eval(line)
+    with pytest.raises(StorageError, match="No space left"):
+        metrics.flush()
+    (small_disk / "filler").unlink()
+    metrics.flush()
+    metrics.close()
+    assert list(read_lines(small_disk / "eval.jsonl")) == lines
 
 
 def test_lines_wait_for_room(small_disk):

@@ -118,6 +118,10 @@ def test_a_row_of_bad_steps_goes_on_after_a_resume(tmp_path):
     with pytest.raises(NonFiniteError) as caught:
         toy_run.run(tmp_path, source=source, skip_nonfinite=3, checkpoint_period=7)
     assert caught.value.steps == (6, 7, 8)
+    # With a lower limit than the steps that were skipped before.
+    with pytest.raises(NonFiniteError, match="skip_nonfinite=1 stops there") as caught:
+        toy_run.run(tmp_path, source=source, skip_nonfinite=1, checkpoint_period=7)
+    assert caught.value.steps == (6, 7)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -227,10 +227,13 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
         if isinstance(event, StepDone) and event.step == 6:
             signal.raise_signal(signal.SIGINT)
             assert answered.wait(30)
+            handlers.append(signal.getsignal(signal.SIGTERM))
             signal.raise_signal(signal.SIGINT)
 
+    handlers = [signal.getsignal(signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt):
         run_own(parts, tmp_path, on_event=on_event)
+    assert handlers[0] is handlers[1]
     assert seen[-1] == RunAborted(folder=tmp_path, checkpoint=5)
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / LOCK_FILE).exists()
