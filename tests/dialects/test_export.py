@@ -54,7 +54,8 @@ def differences(plan, system, path, exported):
     wanted = {**plan.to_dict(), "num_chunks": plan.generate_calls, "generation_calls": plan.generate_calls}
     wanted |= {f"critic_{name}": value for name, value in (wanted["critic"] or {}).items()}
     assert {"mini_batches", *(["critic_mini_batches"] if plan.critic else [])} <= found.derived.keys()
-    names = found.derived.keys() & wanted.keys() - {"microbatch_samples", "eval_prompts"}  # those mean something else
+    # Those mean something else: for instance, SkyRL pads mini batches, with a token budget too, and a plan pads passes.
+    names = found.derived.keys() & wanted.keys() - {"microbatch_samples", "eval_prompts", "padded_samples"}
     return {name: (found.derived[name], wanted[name]) for name in names if found.derived[name] != wanted[name]}
 
 
