@@ -142,8 +142,7 @@ def test_help_and_version(capsys):
 def test_rows_names_every_row(capsys):
     """The output has one row per sample of the batch, each with its source."""
     code, result = run_json(capsys, "rows", BASE, "--step", "140", "--devices", "2")
-    assert code == 0
-    assert result["global_batch_size"] == len(result["rows"])
+    assert (code, result["global_batch_size"]) == (0, len(result["rows"]))
     assert set(result["rows"][0]) == {"sample", "row", "source"}
     assert main(["rows", BASE, "--step", "140", "--devices", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(result["rows"])
@@ -231,12 +230,9 @@ def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(tmp
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "runs" / "a" / "config.yml").write_text("base_config: base.yml\nbase_output_directory: runs\nrun_name: old\n")
-    for start, folder, wanted in (
-        (tmp_path, "runs/a", "runs"),
-        (tmp_path / "other", "../runs/a", str(tmp_path / "runs")),
-        (tmp_path / "runs" / "a", ".", str(tmp_path / "runs")),
-    ):
-        monkeypatch.chdir(start)
+    absolute = str(tmp_path / "runs")
+    for start, folder, wanted in ((".", "runs/a", "runs"), ("other", "../runs/a", absolute), ("runs/a", ".", absolute)):
+        monkeypatch.chdir(tmp_path / start)
         config = _read_config(SimpleNamespace(config=folder, overrides=[]))
         assert (config.base_output_directory, config.run_name) == (wanted, "a")
 

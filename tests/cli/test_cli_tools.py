@@ -81,9 +81,7 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
 
 
 def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
-    """Without --write the file stays; the patch is on standard output below a remark for each change. With --write the file is
-    legal afterwards, and a second time there is nothing to fix.
-    """
+    """Without --write the file stays, and a patch with remarks is printed; with it the file is legal, and nothing is left."""
     file = tmp_path / "run.yml"
     file.write_text(before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
     assert main(["fix", str(file), "--devices", "4"]) == 0

@@ -25,9 +25,7 @@ def folder(tmp_path):
 
 
 def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, capsys):
-    """A folder is a run, a word with '=' a setting, and anything else a configuration; a file may have '=' in its name. `plot`
-    without -o writes into this folder: NAME.png of a run or configuration, and says so.
-    """
+    """A file may have '=' in its name. `plot` without -o writes NAME.png of a run or configuration here, and says so."""
     odd = folder / "a=b.yml"
     odd.write_text("steps: 3\n")
     assert parse_inputs([str(odd)]).config == str(odd)

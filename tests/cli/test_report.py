@@ -12,14 +12,8 @@ from rampup.config.files import run_yaml
 from rampup.show.report import report_html
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-MAXTEXT = """\
-per_device_batch_size: 12.0
-enable_rampup_batch_size: true
-per_device_batch_size_start: 4.0
-per_device_batch_size_increment: {increment}
-global_rampup_samples: 500
-steps: 100
-"""
+MAXTEXT = {"enable_rampup_batch_size": True, "global_rampup_samples": 500, "steps": 100}
+MAXTEXT |= {"per_device_batch_size_start": 4.0, "per_device_batch_size": 12.0}
 
 
 def gathered(*words, devices=4, **options):
@@ -55,7 +49,7 @@ def test_gather_report_draws_the_learning_rate_that_the_run_had(tmp_path):
 def test_gather_report_of_another_system(tmp_path, increment, good):
     """With --from the page has the verdict, whether the file is usable or not."""
     file = tmp_path / "theirs.yml"
-    file.write_text(MAXTEXT.format(increment=increment))
+    file.write_text(json.dumps(MAXTEXT | {"per_device_batch_size_increment": increment}))
     report = gathered(str(file), "num_target_devices=4", system="maxtext")
     assert report.verdict.ok == good
     page = report_html(report)

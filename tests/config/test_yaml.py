@@ -45,10 +45,8 @@ def test_scalars_follow_yaml_1_2(text, value):
 def test_parse_mapping_records_lines():
     """Every value carries file and line."""
     parsed = parse_mapping("# comment\na: 1\n\nb:\n  - 2\n  - x: 3\n", "file.yml")
-    assert {name: (entry.value, str(entry)) for name, entry in parsed.items()} == {
-        "a": (1, "file.yml:2"),
-        "b": ([2, {"x": 3}], "file.yml:4"),
-    }
+    found = {name: (entry.value, str(entry)) for name, entry in parsed.items()}
+    assert found == {"a": (1, "file.yml:2"), "b": ([2, {"x": 3}], "file.yml:4")}
 
 
 @pytest.mark.parametrize(
@@ -93,12 +91,8 @@ def test_read_text_refuses_unreadable_files(tmp_path):
     """A missing file, a folder, a huge file and one that is not UTF-8 are errors."""
     (tmp_path / "binary.yml").write_bytes(b"a: \xff\xfe")
     (tmp_path / "huge.yml").write_bytes(b"a: 1\n" + b"#" * MAX_BYTES)
-    for name, message in (
-        ("missing.yml", "No such file"),
-        ("", "directory"),
-        ("binary.yml", "not UTF-8"),
-        ("huge.yml", "larger than"),
-    ):
+    messages = {"missing.yml": "No such file", "": "directory", "binary.yml": "not UTF-8", "huge.yml": "larger than"}
+    for name, message in messages.items():
         with pytest.raises(ConfigError, match=message):
             read_text(tmp_path / name)
 

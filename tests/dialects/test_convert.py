@@ -8,8 +8,6 @@ from rampup import build_plan, load_config
 from rampup.dialects.convert import to_rampup
 from rampup.errors import ConfigError
 
-PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "num_pipeline_microbatches": 8}
-
 
 def read_back(tmp_path, result):
     """Write the conversion and plan it again."""
@@ -64,11 +62,9 @@ def test_convert_keeps_megatron_pipelines_and_roundings(tmp_path, config):
 
 def test_convert_keeps_a_maxtext_pipeline(tmp_path):
     """Stages, repeats, microbatches, accumulation and evaluation."""
-    result = verdict(
-        "maxtext",
-        PIPELINE | {"per_device_batch_size": 4, "gradient_accumulation_steps": 2, "eval_interval": 5},
-        "num_devices=8",
-    )
+    config = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "num_pipeline_microbatches": 8}
+    config |= {"per_device_batch_size": 4, "gradient_accumulation_steps": 2, "eval_interval": 5}
+    result = verdict("maxtext", config, "num_devices=8")
     plan = read_back(tmp_path, result)
     assert plan == result.plan
     (row,) = plan.phase_rows()

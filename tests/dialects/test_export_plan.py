@@ -19,24 +19,15 @@ def random_plan(rng):
     while True:
         replicas, tensor, b = rng.choice([1, 2, 3, 4, 8]), rng.choice([1, 1, 1, 2]), rng.choice([1, 2, 4])
         unit = replicas * b
-        keys = {
-            "steps": rng.randint(1, 400),
-            "max_target_length": rng.choice([1, 64, 100, 4096]),
-            "ici_tensor_parallelism": tensor,
-            "learning_rate_clock": rng.choice(["steps", "samples"]),
-            "eval_interval": -1,
-        }
+        keys = {"steps": rng.randint(1, 400), "max_target_length": rng.choice([1, 64, 100, 4096]), "eval_interval": -1}
+        keys |= {"ici_tensor_parallelism": tensor, "learning_rate_clock": rng.choice(["steps", "samples"])}
         kind = rng.choice(["constant", "linear", "linear", "carried", "factors", "any"])
         if kind in ("linear", "carried"):
             start, growth, n = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 6)
-            keys |= {
-                "enable_rampup_batch_size": True,
-                "per_device_batch_size_start": f"{unit * start}/{replicas * tensor}",
-                "per_device_batch_size_increment": f"{unit * growth}/{replicas * tensor}",
-                "per_device_batch_size": f"{unit * (start + n * growth)}/{replicas * tensor}",
-                "global_rampup_samples": rng.randint(1, 2000),
-                "rampup_carry_overshoot": kind == "carried",
-            }
+            sizes = {"_start": start, "_increment": growth, "": start + n * growth}
+            keys |= {f"per_device_batch_size{end}": f"{unit * size}/{replicas * tensor}" for end, size in sizes.items()}
+            keys |= {"global_rampup_samples": rng.randint(1, 2000), "rampup_carry_overshoot": kind == "carried"}
+            keys |= {"enable_rampup_batch_size": True}
         elif kind == "constant":
             keys["per_device_batch_size"] = f"{unit * rng.randint(1, 8)}/{replicas * tensor}"
         else:
@@ -95,9 +86,8 @@ def olmo_core_sizes(values, plan):
 
 def maxtext_sizes(values, plan):
     """Yield the batches as MaxText does: sizes truncated from sizes per device, every phase counted from zero."""
-    last, start, growth = (
-        int(plan.num_devices * values.get(f"per_device_batch_size{end}", 0)) for end in ("", "_start", "_increment")
-    )
+    sizes = (values.get(f"per_device_batch_size{end}", 0) for end in ("", "_start", "_increment"))
+    last, start, growth = (int(plan.num_devices * size) for size in sizes)
     if start == 0:
         return itertools.repeat(last * values["gradient_accumulation_steps"])
     assert values["gradient_accumulation_steps"] == 1
@@ -156,9 +146,8 @@ def test_megatron_also_gets_its_older_ramp():
     words = note.removesuffix(".").partition("--rampup-batch-size ")[2].split()
     keys = {"rampup_batch_size": " ".join(words[:3]), "global_batch_size": int(words[4]), "micro_batch_size": 4}
     found = verdict("megatron", keys, "world_size=4")
-    assert found.derived["ramp_phases"] == [
-        [phase.start_step, phase.global_batch_size, phase.start_sample] for phase in plan.ramp.phases
-    ]
+    phases = [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in plan.ramp.phases]
+    assert found.derived["ramp_phases"] == phases
 
 
 @pytest.mark.parametrize(
@@ -178,10 +167,7 @@ def test_megatron_also_gets_its_older_ramp():
 )
 def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
     """The error names the phase or the key, and the reason."""
-    keys = (
-        {"batch_size_schedule": keys} if isinstance(keys, str) else {"enable_rampup_batch_size": "ici" not in str(keys)} | keys
-    )
-    config = Config(**keys)
+    config = Config(**({"batch_size_schedule": keys} if isinstance(keys, str) else keys))
     with pytest.raises(ConfigError, match=words) as caught:
         export_plan(config, build_plan(config, 2 * config.ici_tensor_parallelism), system)
     assert caught.value.key == key

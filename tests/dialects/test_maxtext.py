@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.maxtext: what a base.yml really does."""
 
 import pytest
-from helpers.dialect_files import cases, check_nearest, expect, rules, verdict
+from helpers.dialect_files import cases, check_nearest, numbers_test, rules, verdict
 
 from rampup.dialects import check_file
 from rampup.dialects.maxtext import KEYS, MaxTextJob
@@ -134,34 +134,22 @@ NUMBERS = [
     ({"per_device_batch_size": 0.125}, {"run": "drops", "dropped_samples_per_step": 7, "note": "dropped"}),
     ({"per_device_batch_size": 1}, {"run": "runs", "dropped_samples_per_step": 0, "no_note": "dropped"}),
     # Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none.
-    (
-        {**ramp(1, 1, 4, 15), "num_devices": 1},
-        {"run": "drops", "lost_samples_at_ramp_end": 3, "manager_ramp_samples": 17, "note": f"3 {LOST}"},
-    ),
+    ({**ramp(1, 1, 4, 15), "num_devices": 1},
+     {"run": "drops", "lost_samples_at_ramp_end": 3, "manager_ramp_samples": 17, "note": f"3 {LOST}"}),
     ({**ramp(1, 1, 4, 36), "num_devices": 1}, {"run": "runs", "lost_samples_at_ramp_end": 0}),
     # The nearest increments divide the growth of the batch.
-    (
-        ramp(4, 3, 12),
-        {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3; nearest {SIZE}_increment: 2, 4"},
-    ),
+    (ramp(4, 3, 12), {"message": f"12 - 4 = 8 must be a multiple of {SIZE}_increment=3; nearest {SIZE}_increment: 2, 4"}),
     # Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note reports uneven microbatches.
     (PIPED8, {**PIPED_NUMBERS, "pipeline_microbatch_samples": 4, "bubble_fraction": 3 / 35}),
     ({**PIPED8, "pipeline_delay_activation_forwarding": True}, {"bubble_fraction": 6 / 38}),
-    (
-        {**PIPELINE, "per_device_batch_size": 2, "num_pipeline_microbatches": 16},
-        {"validator": "accepts", "note": "does not divide over data * fsdp = 2"},
-    ),
+    ({**PIPELINE, SIZE: 2, "num_pipeline_microbatches": 16},
+     {"validator": "accepts", "note": "does not divide over data * fsdp = 2"}),
     # fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts shard the loaded rows.
     ({f"ici_{axis}_parallelism": 2 for axis in ("fsdp", "fsdp_transpose", "tensor_sequence")}, {"data_parallel_size": 4}),
     ({**EXPERTS, "per_device_batch_size": 1.25}, {"rules": ["rows_over_mesh"]}),
     ({**EXPERTS, "per_device_batch_size": 2}, {"rules": []}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
-def test_numbers_and_notes(config, wanted):
-    """What MaxText makes of a file, with a note on what is legal but surprising."""
-    expect(verdict("maxtext", {"num_devices": 8} | config), **wanted)
+test_numbers_and_notes = numbers_test(lambda config: verdict("maxtext", {"num_devices": 8} | config), NUMBERS)
 
 
 def test_num_devices_follows_from_a_closed_mesh():

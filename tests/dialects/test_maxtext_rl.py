@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers.dialect_files import check_nearest, expect, rules, verdict
+from helpers.dialect_files import check_nearest, numbers_test, rules, verdict
 
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
@@ -71,17 +71,13 @@ NUMBERS = [
     (VALID | {"num_prompts": 8}, {"rules": []}),
     (VALID | {"num_prompts": 7, "num_epoch": 2}, {"weight_syncs": 1}),
     # 20 prompts are two batches of 8 and 4 dropped prompts; 16 drop none.
-    (
-        VALID | {"num_batches": 5, "num_prompts": 20},
-        {"run": "drops", "dropped_prompts": 4, "note": "4 of 20 prompts fill no batch of 8"},
-    ),
+    (VALID | {"num_batches": 5, "num_prompts": 20},
+     {"run": "drops", "dropped_prompts": 4, "note": "4 of 20 prompts fill no batch of 8"}),
     (VALID | {"num_batches": 5, "num_prompts": 16}, {"run": "runs"}),
     # 2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails.
     *[
-        (
-            VALID | {"train_micro_batch_size": 2, "ici_fsdp_parallelism": fsdp},
-            {"ok": True, "no_note" if 8 % fsdp == 0 else "note": f"do not divide over fsdp={fsdp}"},
-        )
+        (VALID | {"train_micro_batch_size": 2, "ici_fsdp_parallelism": fsdp},
+         {"ok": True, "no_note" if 8 % fsdp == 0 else "note": f"do not divide over fsdp={fsdp}"})
         for fsdp in (1, 3, 4, 8, 16)
     ],
     # Under Pathways two hosts are split, so that 8 of 16 devices train; without num_devices a note requests it.
@@ -91,21 +87,12 @@ NUMBERS = [
     # The agentic learner generates for one prompt at a time.
     (VALID | AGENTIC | {"rollout_micro_batch_size": 4}, {"generation_calls": 8, "note": "agentic"}),
     # Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py, aggregate_loss).
-    (
-        {"batch_size": 4, LOSS: "sequence-mean"},
-        {"validator": "accepts", "run": "fails", "rules": ["loss_is_known"], "message": "nearest rl.loss_agg_mode: token-mean"},
-    ),
-    (
-        {"batch_size": 4, LOSS: "sequence-mean", "rl.use_agentic_rollout": True},
-        {"ok": True, "note": "does not reach the agentic learner"},
-    ),
-]
-
-
-@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
-def test_numbers_and_notes(config, wanted):
-    """What MaxText RL makes of a file, with a note on what is legal but surprising."""
-    expect(found(config), **wanted)
+    ({"batch_size": 4, LOSS: "sequence-mean"},
+     {"validator": "accepts", "run": "fails", "rules": ["loss_is_known"], "message": "nearest rl.loss_agg_mode: token-mean"}),
+    ({"batch_size": 4, LOSS: "sequence-mean", "rl.use_agentic_rollout": True},
+     {"ok": True, "note": "does not reach the agentic learner"}),
+]  # fmt: skip
+test_numbers_and_notes = numbers_test(found, NUMBERS)
 
 
 def test_read_accepts_nested_and_flat_keys(tmp_path):

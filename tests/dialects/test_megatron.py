@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.megatron: Megatron's batch arguments."""
 
 import pytest
-from helpers.dialect_files import cases, check_nearest, expect, rules, verdict
+from helpers.dialect_files import cases, check_nearest, expect, numbers_test, rules, verdict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -130,12 +130,7 @@ NUMBERS = [
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
     (STEPS | REPLICAS, {"no_note": "April 2026"}),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
-def test_numbers_and_notes(config, wanted):
-    """What Megatron makes of a file of any format, with a note on what is legal but surprising."""
-    expect(verdict("megatron", config), **wanted)
+test_numbers_and_notes = numbers_test(lambda config: verdict("megatron", config), NUMBERS)
 
 
 def test_devices_and_conversion_are_refused_with_a_reason():

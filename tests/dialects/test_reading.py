@@ -28,10 +28,8 @@ def read(tmp_path, text, *overrides):
 def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):
     """Nested mappings, dotted keys and overrides give one table, with the given keys; an override wins over the file."""
     found = read(tmp_path, "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: {}\n", "trainer.flag=true")
-    same = read(
-        tmp_path, "trainer.train_batch_size: 9\ntrainer.model.path: m\n", "trainer.flag=true", "trainer.train_batch_size=8"
-    )
-    assert found.values == same.values
+    dotted = "trainer.train_batch_size: 9\ntrainer.model.path: m\n"
+    assert found.values == read(tmp_path, dotted, "trainer.flag=true", "trainer.train_batch_size=8").values
     assert found.given == {"trainer.train_batch_size", "trainer.model.path", "trainer.flag"}
     assert found.others == {"other"}
     assert found["trainer.micro_batch_size"] is None

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, expect, rules, verdict
+from helpers.dialect_files import boundary_test, checker, numbers_test, rules, verdict
 
 from rampup.dialects.reading import Settings
 from rampup.dialects.skyrl import KEYS, RULES, SkyRLJob
@@ -74,9 +74,8 @@ def test_rules_find_runs_that_the_check_of_skyrl_misses():
     """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their first step and 235 are padded."""
     defaults = {key: entry.default for key, entry in KEYS.items()} | {"trainer.algorithm.use_kl_loss": False}
     accepted = stopped = padded = 0
-    for replicas, responses, prompts, micro in itertools.product(
-        (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4)
-    ):
+    choices = ((2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4))
+    for replicas, responses, prompts, micro in itertools.product(*choices):
         for mini in (size for size in range(1, prompts + 1) if prompts % size == 0):
             sizes = {TRAIN: prompts, MINI: mini, MICRO: micro, RESPONSES: responses, GPUS: replicas}
             job = SkyRLJob(Settings(values=defaults | sizes))
@@ -95,25 +94,19 @@ NUMBERS = [
     # SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3.
     ({**SHARES, TRAIN: 6}, {"rules": ["policy_share_divides_train_share", "no_tail_is_cut"]}),
     ({**SHARES, TRAIN: 12}, {"run": "pads"}),
-    (
-        {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5, TRAIN: 6, MINI: 6, MICRO: 1},
-        {"rules": ["critic_share_divides_train_share", "no_tail_is_cut"]},
-    ),
+    ({**CRITIC, CRITIC_MINI: 3, RESPONSES: 5, TRAIN: 6, MINI: 6, MICRO: 1},
+     {"rules": ["critic_share_divides_train_share", "no_tail_is_cut"]}),
     # The example of the guide: its error has 5,120 samples, SkyRL's has prompts.
-    (
-        {TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
-        {"rules": ["policy_mini_divides_train"], "validator": "rejects"}
-        | {"message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"},
-    ),
+    ({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
+     {"rules": ["policy_mini_divides_train"], "validator": "rejects",
+      "message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"}),
     # With a token budget the number of passes is unknown, and the rules of micro sizes still apply.
     (TOKENS, {"ok": True, "accumulation_steps": "absent"}),
     ({**TOKENS, MICRO: 3}, {"rules": ["micro_divides_policy_mini"]}),
     # Prompts that do not fill a step are dropped.
     ({"num_prompts": 128}, {"run": "runs"}),
-    (
-        {"num_prompts": 129},
-        {"run": "drops", "training_steps": 2, "total_optimizer_steps": 8, "note": "the last 1 prompt of 129"},
-    ),
+    ({"num_prompts": 129},
+     {"run": "drops", "training_steps": 2, "total_optimizer_steps": 8, "note": "the last 1 prompt of 129"}),
     ({"trainer.strategy": "fsdp2"}, {"note": "old name of fsdp"}),
     ({"trainer.policy.sequence_parallel_size": 3}, {"note": "rounded down"}),
     ({"trainer.placement.colocate_all": True}, {"note": "does not size the inference engines"}),
@@ -124,15 +117,13 @@ NUMBERS = [
     ({**SPLIT, "trainer.placement.colocate_policy_ref": False}, {"ok": True}),
     ({**SPLIT, "trainer.algorithm.use_kl_loss": False}, {"ok": True}),
     ({**SPLIT, **NODES}, {"rules": ["colocated_ref_num_nodes"]}),
-]
+]  # fmt: skip
+test_numbers_and_notes = numbers_test(skyrl, NUMBERS)
 
 
-@pytest.mark.parametrize(("change", "wanted"), NUMBERS)
-def test_numbers_and_notes(change, wanted):
-    """What SkyRL makes of a file, with a note on what is legal but surprising."""
-    expect(skyrl(change), **wanted)
-    if change == TOKENS:
-        assert skyrl(change).plan.policy.token_budget == 8192
+def test_plan_has_the_token_budget():
+    """The passes of a plan are filled up to the given number of tokens."""
+    assert skyrl(TOKENS).plan.policy.token_budget == 8192
 
 
 def test_fine_tuning_is_refused():

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, expect, rules
+from helpers.dialect_files import boundary_test, checker, numbers_test, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,15 +121,11 @@ EPOCHS, PARTIAL = "trainer.total_epochs", {"async_training.partial_rollout": Tru
 OWN_DEVICES = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 6, f"{R}tensor_model_parallel_size": 3}
 NUMBERS = [
     # The check counts devices although the run needs only the replicas: a false rejection.
-    (
-        {TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1},
-        {"data_parallel_size": 4, "message": "the run itself would need only the 4 replicas"},
-    ),
+    ({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1},
+     {"data_parallel_size": 4, "message": "the run itself would need only the 4 replicas"}),
     # A token budget disables the checks of a static batch, and the newer trainer pads.
-    (
-        {**BUDGET, TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7},
-        {"validator": "accepts", "run": "pads", "padded_samples": 16 * 4 - 5 * 4, "accumulation_steps": "absent"},
-    ),
+    ({**BUDGET, TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7},
+     {"validator": "accepts", "run": "pads", "padded_samples": 16 * 4 - 5 * 4, "accumulation_steps": "absent"}),
     # A budget below the longest sequence can stop the run; all devices that share a sequence count.
     (BUDGET_512, {"note": SHORT}),
     ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
@@ -160,11 +156,9 @@ NUMBERS = [
     ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
     # Fully asynchronous training asserts data.train_batch_size=0 (fully_async_rollouter.py), and trains on require_batches
     # mini batches at a time.
-    (
-        {**ASYNC, "num_prompts": 1000, EPOCHS: 1},
-        {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2}
-        | {"training_steps": 1000 // 32},
-    ),
+    ({**ASYNC, "num_prompts": 1000, EPOCHS: 1},
+     {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2,
+      "training_steps": 1000 // 32}),
     ({**ASYNC, "num_prompts": 1000, EPOCHS: 4}, {"run": "runs"}),
     ({**ASYNC, TRAIN: 64}, {"rules": ["async_train_batch_is_zero"], "message": "nearest data.train_batch_size: 0"}),
     ({**ASYNC, GEN: 2}, {"rules": ["async_gen_batch_is_one"]}),
@@ -174,13 +168,8 @@ NUMBERS = [
     # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices.
     ({**ASYNC, **OWN_DEVICES}, {"ok": True}),
     ({**ASYNC, **OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
-]
-
-
-@pytest.mark.parametrize(("change", "wanted"), NUMBERS)
-def test_numbers_and_notes(change, wanted):
-    """What veRL makes of a file, with a note on what is legal but surprising."""
-    expect(verl(change), **wanted)
+]  # fmt: skip
+test_numbers_and_notes = numbers_test(verl, NUMBERS)
 
 
 @given(

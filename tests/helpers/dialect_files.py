@@ -76,6 +76,16 @@ def boundary_test(system, base, rows):
     return test
 
 
+def numbers_test(check, rows):
+    """Return a test of rows: what is checked, and what the system makes of it, with notes on what is legal but surprising."""
+
+    @pytest.mark.parametrize(("given", "wanted"), rows)
+    def test(given, wanted):
+        expect(check(given), **wanted)
+
+    return test
+
+
 def check_nearest(system, config, settings, found):
     """Assert that every nearest value fixes its rule and breaks no other."""
     before = {violation.rule for violation in found.violations}

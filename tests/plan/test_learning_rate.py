@@ -24,14 +24,6 @@ def test_clock_progress_is_the_fraction_of_steps_or_samples(clock, scaling, expo
         assert segment.scale == (RAMP.global_batch_size_at(step) / 32) ** exponent
 
 
-def test_unknown_clock_or_scaling():
-    """The error for a misspelled clock or scaling has the choices."""
-    with pytest.raises(ConfigError, match="must be one of none, sqrt, linear"):
-        learning_rate_scale(8, 32, "square")
-    with pytest.raises(ConfigError, match="must be one of steps, samples"):
-        clock_segments(RAMP, clock="tokens", schedule_steps=10, scaling="none", reference_size=32)
-
-
 def quarter_cosine(t):
     """The decay of the paper: from 1 to 0."""
     return math.cos(math.pi / 2 * t)
@@ -115,10 +107,7 @@ def test_discretize_finds_each_level():
     assert [cut.level for cut in cuts] == pytest.approx([1.5**-k for k in range(1, 6)])
     for cut in cuts:
         assert decay(cut.sample / 999) <= cut.level * (1 + 1e-9) < decay((cut.sample - 1) / 999)
-
-
-def test_a_jump_over_levels_is_one_cut():
-    """A schedule that divides the rate by 4 at once has one cut there, of the lowest level it passes."""
+    # A jump over levels is one cut, of the lowest level it passes.
     assert discretize(lambda t: 1.0 if t < 0.5 else 0.25, factor=2, total_samples=100) == (Cut(sample=50, level=0.25),)
     assert discretize(lambda t: 1.0, factor=2, total_samples=100) == ()
 
@@ -130,8 +119,12 @@ def test_record_gives_the_same_rates():
     assert segments_of(Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp)) == segments_of(seesaw)
 
 
-def test_bad_cuts_and_limits_are_refused():
-    """Cuts out of order, that raise the rate, or a limit below the planned batch; a factor with too many cuts."""
+def test_bad_clocks_cuts_and_limits_are_refused():
+    """Unknown names; cuts out of order, that raise the rate, or a limit below the planned batch; too many cuts."""
+    with pytest.raises(ConfigError, match="must be one of none, sqrt, linear"):
+        learning_rate_scale(8, 32, "square")
+    with pytest.raises(ConfigError, match="must be one of steps, samples"):
+        clock_segments(RAMP, clock="tokens", schedule_steps=10, scaling="none", reference_size=32)
     base = BatchRamp.constant(8)
     with pytest.raises(RampDefinitionError, match="increasing samples"):
         Seesaw(base=base, cuts=cuts_by(2, [20, 10]))

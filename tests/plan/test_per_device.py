@@ -1,10 +1,9 @@
 """Tests of rampup.plan.per_device."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.dialect_files import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,15 +12,9 @@ from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
 from rampup.plan.per_device import global_batch_size
 from rampup.plan.split import BatchSplitter
 
-MAXTEXT = json.loads((Path(__file__).parent.parent / "goldens" / "ramp_maxtext.json").read_text())
-LINEAR = {
-    "num_devices": 4,
-    "enable_rampup_batch_size": True,
-    "per_device_batch_size_start": 4.0,
-    "per_device_batch_size_increment": 2.0,
-    "per_device_batch_size": 12.0,
-    "global_rampup_samples": 500,
-}
+MAXTEXT = cases("ramp_maxtext")
+LINEAR = {"per_device_batch_size_start": 4.0, "per_device_batch_size_increment": 2.0, "per_device_batch_size": 12.0}
+LINEAR |= {"global_rampup_samples": 500}
 
 
 def ramp_from_config(num_devices, *, splitter=None, **keys):
@@ -64,13 +57,12 @@ def test_ramp_from_config_agrees_with_maxtext(case, rule):
 )
 def test_ramp_from_config_errors_have_legal_values(change, error, key, nearest):
     """Each error names its key, and its nearest values are legal with the other keys unchanged."""
-    keys = LINEAR | {"splitter": BatchSplitter(data_parallel_size=4)} | change
+    splitter, keys = BatchSplitter(data_parallel_size=4), LINEAR | {"enable_rampup_batch_size": True} | change
     with pytest.raises(error) as caught:
-        ramp_from_config(**keys)
-    assert caught.value.key == key
-    assert caught.value.nearest == nearest
+        ramp_from_config(4, splitter=splitter, **keys)
+    assert (caught.value.key, caught.value.nearest) == (key, nearest)
     for value in nearest:
-        ramp_from_config(**(keys | {key: value}))
+        ramp_from_config(4, splitter=splitter, **(keys | {key: value}))
 
 
 def test_batch_size_schedule_sets_the_global_batch():
@@ -92,8 +84,7 @@ def test_global_batch_size_is_exact():
 
 def config(**changes):
     """Return an object with only MaxText's attributes."""
-    others = ("num_devices", "enable_rampup_batch_size")
-    return SimpleNamespace(num_target_devices=4, **{key: LINEAR[key] for key in LINEAR if key not in others} | changes)
+    return SimpleNamespace(num_target_devices=4, **LINEAR | changes)
 
 
 @pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])

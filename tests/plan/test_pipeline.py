@@ -10,13 +10,8 @@ from rampup.plan.pipeline import pipeline_candidates, pipeline_repeats, predicte
 from rampup.plan.split import BatchSplitter
 from rampup.plan.timetable import Timetable
 
-PIPELINE = {
-    "ici_pipeline_parallelism": 4,
-    "base_num_decoder_layers": 8,
-    "per_device_batch_size": 16,
-    "rampup_microbatch": "per_phase",
-    "num_layers_per_pipeline_stage": 2,
-}
+PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_device_batch_size": 16}
+PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}
 
 
 @pytest.mark.parametrize(
@@ -71,9 +66,8 @@ def test_predicted_time_agrees_with_the_timetable(p, m, v):
 def test_pipeline_candidates_are_complete_and_sorted():
     """Every divisor that is a multiple of p appears, in the order of predicted time."""
     choices = pipeline_candidates(48, num_stages=4, overhead=Fraction(1, 3), repeats=(1, 2), multiple=4)
-    assert {(c.num_pipeline_microbatches, c.num_repeats) for c in choices} == {
-        (m, v) for m in (4, 8, 12, 16, 24, 48) for v in (1, 2)
-    }
+    shapes = {(c.num_pipeline_microbatches, c.num_repeats) for c in choices}
+    assert shapes == {(m, v) for m in (4, 8, 12, 16, 24, 48) for v in (1, 2)}
     assert all(c.num_pipeline_microbatches * c.microbatch_size == 48 for c in choices)
     times = [c.predicted_time for c in choices]
     assert times == sorted(times)

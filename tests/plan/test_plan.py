@@ -13,13 +13,8 @@ from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionErr
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 from rampup.plan.plan import token_budget
 
-KEYS = {
-    "ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500),
-    "splitter": BatchSplitter(data_parallel_size=4),
-    "num_devices": 4,
-    "total_steps": 100,
-    "eval_global_batch_size": 48,
-}
+KEYS = {"num_devices": 4, "total_steps": 100, "eval_global_batch_size": 48, "splitter": BatchSplitter(data_parallel_size=4)}
+KEYS |= {"ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500)}
 
 
 def test_to_dict_has_the_documented_format():
@@ -95,12 +90,8 @@ def test_work_grows_with_the_phases_and_not_with_their_square(mode):
 
 def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
     """Nearest phase first, if its size divides the batch. The maximum numbers of microbatches include them."""
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"),
-        splitter=BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase"),
-        num_devices=2,
-        total_steps=100,
-    )
+    splitter = BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase")
+    plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"), splitter=splitter, num_devices=2, total_steps=100)
     assert [split.microbatch_size for split in plan.splits] == [2, 4, 6, 12]
     assert [(s.microbatch_size, s.accumulation_steps) for s in plan.fallbacks(3)] == [(6, 2), (4, 3), (2, 6)]
     assert [s.microbatch_size for s in plan.fallbacks(2)] == [2]
@@ -108,16 +99,14 @@ def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
     assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
 
 
-def test_axes_default_to_replicas_stages_and_a_remainder():
-    """Without axes, replicas are on the data axis, stages on the pipeline axis, and the tensor axis has what remains."""
+def test_axes_agree_with_the_splitter_and_the_devices():
+    """By default, replicas are on the data axis, stages on the pipeline axis, and the tensor axis has what remains; axes with
+    other sizes than the plan are refused, and the error names every size that differs.
+    """
     splitter = BatchSplitter(data_parallel_size=2, num_stages=2)
     plan = RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=12, total_steps=1)
     assert plan.axes == MeshAxes(data=2, pipeline=2, tensor=3)
     assert RampPlan(**KEYS).axes == MeshAxes(data=4)
-
-
-def test_axes_must_agree_with_the_splitter_and_the_devices():
-    """Axes with other sizes than the plan are refused, and the error names every size that differs."""
     axes = MeshAxes(data=2, fsdp=2)
     assert RampPlan(**KEYS, axes=axes).axes is axes
     with pytest.raises(ConfigError, match=r"num_devices=8.* 4; data_parallel_size=8.* 4; num_stages=1") as caught:

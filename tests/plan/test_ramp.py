@@ -1,10 +1,9 @@
 """Tests of rampup.plan.ramp."""
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
+from helpers.dialect_files import cases
 from helpers.oracle import linear_steps, piecewise_steps
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from rampup.errors import RampDefinitionError
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, parse_schedule
 
-MEGATRON = json.loads((Path(__file__).parent.parent / "goldens" / "ramp_megatron.json").read_text())
 WRONG_ORDER = "250:32 0:8 100:16"
 
 
@@ -31,7 +29,7 @@ def check_steps(ramp, oracle):
         consumed += size
 
 
-@pytest.mark.parametrize("case", MEGATRON, ids=lambda c: c["name"])
+@pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda c: c["name"])
 def test_ramps_agree_with_megatron(case):
     """Megatron's linear ramps and schedule strings give its phases. A schedule in the wrong order is rejected."""
     keys = case["config"]
@@ -123,25 +121,13 @@ def test_linear_rejects(change, key, nearest):
     keys = {"start": 16, "increment": 8, "end": 48, "samples": 500} | change
     with pytest.raises(RampDefinitionError) as caught:
         BatchRamp.linear(**keys)
-    assert caught.value.key == key
-    assert caught.value.nearest == nearest
+    assert (caught.value.key, caught.value.nearest) == (key, nearest)
 
 
-def test_too_many_phases():
-    """A table that could exhaust memory is rejected before it is built."""
+def test_phases_are_contiguous_and_of_a_bounded_number():
+    """Phases with a gap are rejected, and before it is built a table that could exhaust memory."""
     with pytest.raises(RampDefinitionError, match="too many"):
         BatchRamp.linear(start=1, increment=1, end=MAX_PHASES + 5, samples=10)
-
-
-def test_equal_sizes_are_one_phase():
-    """A threshold that does not change the size does not start a phase."""
-    ramp = BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)])
-    assert table(ramp) == [[0, 8, 0], [13, 16, 104]]
-    assert ramp.num_increments == 1
-
-
-def test_phases_must_be_contiguous():
-    """Phases with a gap are rejected."""
     phase = Phase(index=0, start_step=5, start_sample=0, num_steps=None, global_batch_size=8)
     with pytest.raises(RampDefinitionError, match="must start at step 0"):
         BatchRamp(phases=(phase,))
@@ -150,7 +136,8 @@ def test_phases_must_be_contiguous():
 
 
 def test_fingerprint_identifies_the_rows():
-    """Two definitions of the same ramp have the same fingerprint, and a different ramp has a different one."""
-    one = BatchRamp.from_schedule("0:8 100:16")
-    assert one.fingerprint == BatchRamp.piecewise([(0, 8), (100, 16)]).fingerprint
+    """Two definitions of the same ramp have the same one: a threshold that does not change the size does not start a phase."""
+    one, same = BatchRamp.from_schedule("0:8 100:16"), BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)])
+    assert table(same) == [[0, 8, 0], [13, 16, 104]]
+    assert one.fingerprint == same.fingerprint
     assert one.fingerprint != BatchRamp.from_schedule("0:8 105:16").fingerprint

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
 from rampup.plan.split import BatchSplit, BatchSplitter
 
+D, PASSES, SIZE = "data_parallel_size", "gradient_accumulation_steps", "microbatch_size"
+STAGES, PIPED, MODE = "num_stages", "num_pipeline_microbatches", "rampup_microbatch"
+
 
 def shapes(splitter, sizes):
     """Return (passes, pipeline microbatches, microbatch size) of every batch."""
@@ -20,43 +23,31 @@ def shapes(splitter, sizes):
     ("keys", "sizes", "expected"),
     [
         # 4 devices on the data axis, 4 -> 12 by 2 per device.
-        ({"data_parallel_size": 4}, [16, 24, 32, 40, 48], [(2, 1, 2), (3, 1, 2), (4, 1, 2), (5, 1, 2), (6, 1, 2)]),
+        ({D: 4}, [16, 24, 32, 40, 48], [(2, 1, 2), (3, 1, 2), (4, 1, 2), (5, 1, 2), (6, 1, 2)]),
         # G is never undone.
-        ({"data_parallel_size": 4, "gradient_accumulation_steps": 2}, [16, 32], [(2, 1, 2), (4, 1, 2)]),
+        ({D: 4, PASSES: 2}, [16, 32], [(2, 1, 2), (4, 1, 2)]),
         # At least G passes, and no more than the batches need: 3 and 5 passes of 2, not 6 and 10 of 1.
-        ({"data_parallel_size": 1, "gradient_accumulation_steps": 2}, [6, 10], [(3, 1, 2), (5, 1, 2)]),
-        (
-            {"data_parallel_size": 1, "gradient_accumulation_steps": 2, "num_stages": 2, "tick_overhead": Fraction(9)},
-            [12, 20],
-            [(1, 6, 2), (1, 10, 2)],
-        ),
+        ({D: 1, PASSES: 2}, [6, 10], [(3, 1, 2), (5, 1, 2)]),
+        ({D: 1, PASSES: 2, STAGES: 2, "tick_overhead": Fraction(9)}, [12, 20], [(1, 6, 2), (1, 10, 2)]),
         # BLOOM on 16 devices.
-        ({"data_parallel_size": 16}, [192, 208, 2048], [(12, 1, 1), (13, 1, 1), (128, 1, 1)]),
+        ({D: 16}, [192, 208, 2048], [(12, 1, 1), (13, 1, 1), (128, 1, 1)]),
         # b given.
-        ({"data_parallel_size": 4, "microbatch_size": 1}, [16, 24], [(4, 1, 1), (6, 1, 1)]),
+        ({D: 4, SIZE: 1}, [16, 24], [(4, 1, 1), (6, 1, 1)]),
         # per_phase is MaxText's behaviour.
-        ({"data_parallel_size": 4, "rampup_microbatch": "per_phase"}, [16, 24], [(1, 1, 4), (1, 1, 6)]),
-        (
-            {"data_parallel_size": 2, "gradient_accumulation_steps": 3, "rampup_microbatch": "per_phase"},
-            [12, 24],
-            [(3, 1, 2), (3, 1, 4)],
-        ),
+        ({D: 4, MODE: "per_phase"}, [16, 24], [(1, 1, 4), (1, 1, 6)]),
+        ({D: 2, PASSES: 3, MODE: "per_phase"}, [12, 24], [(3, 1, 2), (3, 1, 4)]),
         # auto: fixed while the ramp lasts, the largest after it.
-        ({"data_parallel_size": 4, "rampup_microbatch": "auto"}, [16, 24, 48], [(2, 1, 2), (3, 1, 2), (1, 1, 12)]),
-        ({"data_parallel_size": 4, "rampup_microbatch": "auto"}, [48], [(1, 1, 12)]),
-        ({"data_parallel_size": 1, "rampup_microbatch": "auto", "microbatch_size": 2}, [4, 12], [(2, 1, 2), (1, 1, 12)]),
+        ({D: 4, MODE: "auto"}, [16, 24, 48], [(2, 1, 2), (3, 1, 2), (1, 1, 12)]),
+        ({D: 4, MODE: "auto"}, [48], [(1, 1, 12)]),
+        ({D: 1, MODE: "auto", SIZE: 2}, [4, 12], [(2, 1, 2), (1, 1, 12)]),
         # Pipeline, m automatic: one pass, m a multiple of the stages.
-        ({"data_parallel_size": 2, "num_stages": 4}, [16, 24, 32], [(1, 8, 1), (1, 12, 1), (1, 16, 1)]),
-        ({"data_parallel_size": 1, "num_stages": 2, "gradient_accumulation_steps": 2}, [8, 16], [(1, 4, 2), (1, 8, 2)]),
+        ({D: 2, STAGES: 4}, [16, 24, 32], [(1, 8, 1), (1, 12, 1), (1, 16, 1)]),
+        ({D: 1, STAGES: 2, PASSES: 2}, [8, 16], [(1, 4, 2), (1, 8, 2)]),
         # Pipeline, m given: the rest in passes.
-        ({"data_parallel_size": 2, "num_stages": 2, "num_pipeline_microbatches": 4}, [16, 24], [(2, 4, 1), (3, 4, 1)]),
-        (
-            {"data_parallel_size": 1, "num_stages": 2, "num_pipeline_microbatches": 4, "rampup_microbatch": "per_phase"},
-            [8, 16],
-            [(1, 4, 2), (1, 4, 4)],
-        ),
+        ({D: 2, STAGES: 2, PIPED: 4}, [16, 24], [(2, 4, 1), (3, 4, 1)]),
+        ({D: 1, STAGES: 2, PIPED: 4, MODE: "per_phase"}, [8, 16], [(1, 4, 2), (1, 4, 4)]),
         # Delayed forwarding doubles the least m.
-        ({"data_parallel_size": 1, "num_stages": 2, "delay_activation_forwarding": True}, [8], [(1, 4, 2)]),
+        ({D: 1, STAGES: 2, "delay_activation_forwarding": True}, [8], [(1, 4, 2)]),
     ],
 )
 def test_split_examples(keys, sizes, expected):
@@ -66,13 +57,13 @@ def test_split_examples(keys, sizes, expected):
 
 splitters = st.fixed_dictionaries(
     {
-        "data_parallel_size": st.sampled_from([1, 2, 3, 4, 0]),
-        "gradient_accumulation_steps": st.sampled_from([1, 2, 3, -1]),
-        "num_stages": st.sampled_from([1, 1, 2, 4, 3]),
+        D: st.sampled_from([1, 2, 3, 4, 0]),
+        PASSES: st.sampled_from([1, 2, 3, -1]),
+        STAGES: st.sampled_from([1, 1, 2, 4, 3]),
         "num_repeats": st.sampled_from([1, 1, 2, 0]),
-        "num_pipeline_microbatches": st.sampled_from([-1, -1, 0, 1, 4, 8]),
-        "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto"]),
-        "microbatch_size": st.sampled_from([-1, -1, 0, 1, 2, 3]),
+        PIPED: st.sampled_from([-1, -1, 0, 1, 4, 8]),
+        MODE: st.sampled_from(["fixed", "per_phase", "auto"]),
+        SIZE: st.sampled_from([-1, -1, 0, 1, 2, 3]),
     }
 )
 
@@ -87,16 +78,11 @@ def test_split_invariants(keys, factors):
         return
     sizes = [splitter.smallest * splitter.unit // math.gcd(splitter.smallest, splitter.unit) * factor for factor in factors]
     splits = splitter.split(sizes)
-    d, G = keys["data_parallel_size"], keys["gradient_accumulation_steps"]
     for size, split in zip(sizes, splits, strict=True):
-        assert d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size == size
-        assert split.num_microbatches >= G
-        if keys["num_stages"] > 1:
-            assert split.num_pipeline_microbatches % keys["num_stages"] == 0
-    if keys["rampup_microbatch"] == "fixed":
-        assert len({split.microbatch_size for split in splits}) == 1
-    if keys["rampup_microbatch"] == "auto":
-        assert len({split.microbatch_size for split in splits}) <= 2
+        assert keys[D] * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size == size
+        assert split.num_microbatches >= keys[PASSES]
+        assert keys[STAGES] == 1 or split.num_pipeline_microbatches % keys[STAGES] == 0
+    assert len({split.microbatch_size for split in splits}) <= {"fixed": 1, "auto": 2, "per_phase": len(sizes)}[keys[MODE]]
 
 
 @given(splitters, st.integers(1, 500))
@@ -148,25 +134,21 @@ def test_problem_message_has_rule_numbers_place_and_fix():
 @pytest.mark.parametrize(
     ("keys", "error", "key"),
     [
-        ({"data_parallel_size": 0}, ConfigError, "data_parallel_size"),
-        ({"gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps"),
-        ({"microbatch_size": 0}, ConfigError, "microbatch_size"),
-        ({"rampup_microbatch": "fixd"}, ConfigError, "rampup_microbatch"),
-        ({"rampup_microbatch": "per_phase", "microbatch_size": 2}, ConfigError, "microbatch_size"),
-        ({"num_pipeline_microbatches": 4}, PipelineShapeError, "num_pipeline_microbatches"),
-        ({"num_pipeline_microbatches": 0, "num_stages": 4}, PipelineShapeError, "num_pipeline_microbatches"),
-        ({"num_pipeline_microbatches": 6, "num_stages": 4}, PipelineShapeError, "num_pipeline_microbatches"),
-        (
-            {"num_pipeline_microbatches": 4, "num_stages": 4, "delay_activation_forwarding": True},
-            PipelineShapeError,
-            "num_pipeline_microbatches",
-        ),
+        ({D: 0}, ConfigError, D),
+        ({PASSES: 0}, ConfigError, PASSES),
+        ({SIZE: 0}, ConfigError, SIZE),
+        ({MODE: "fixd"}, ConfigError, MODE),
+        ({MODE: "per_phase", SIZE: 2}, ConfigError, SIZE),
+        ({PIPED: 4}, PipelineShapeError, PIPED),
+        ({PIPED: 0, STAGES: 4}, PipelineShapeError, PIPED),
+        ({PIPED: 6, STAGES: 4}, PipelineShapeError, PIPED),
+        ({PIPED: 4, STAGES: 4, "delay_activation_forwarding": True}, PipelineShapeError, PIPED),
     ],
 )
 def test_splitter_rejects_impossible_rules(keys, error, key):
     """A splitter that could not split any batch is rejected, and the error has the key."""
     with pytest.raises(error) as caught:
-        BatchSplitter(**({"data_parallel_size": 1} | keys))
+        BatchSplitter(**({D: 1} | keys))
     assert caught.value.key == key
 
 
@@ -182,6 +164,4 @@ def test_strict_multiple_can_be_disabled():
 def test_batch_split_checks_its_product():
     """Factors that do not multiply to B are rejected."""
     with pytest.raises(BatchDivisibilityError, match="global_batch_size=10 must be"):
-        BatchSplit(
-            global_batch_size=10, data_parallel_size=2, accumulation_steps=2, num_pipeline_microbatches=1, microbatch_size=2
-        )
+        BatchSplit(**{"global_batch_size": 10, D: 2, "accumulation_steps": 2, PIPED: 1, SIZE: 2})
