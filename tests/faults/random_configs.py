@@ -161,8 +161,7 @@ def check_plan(config, plan):
         assert phase.global_batch_size == d * math.prod(parts) == split.global_batch_size
         assert min(parts) >= 1
         assert split.global_batch_size % config.gradient_accumulation_steps == 0
-    if plan.eval_split is not None:
-        split = plan.eval_split
+    if (split := plan.eval_split) is not None:
         assert split.global_batch_size == d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size
     json.dumps(plan.to_dict(), allow_nan=False)
     assert all(map(str, (*plan.summary, *plan.advice)))

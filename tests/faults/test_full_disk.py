@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 from faults import toy_run
@@ -139,11 +140,7 @@ def test_a_full_disk_loses_no_line(small_disk):
 @pytest.mark.parametrize("error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])])
 def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
     """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
-
-    def fail(config, on_event):
-        raise error
-
-    monkeypatch.setattr(lm, "train", fail)
+    monkeypatch.setattr(lm, "train", mock.Mock(side_effect=error))
     assert main(["train", "base.yml", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["error"]["type"] == type(error).__name__
