@@ -188,8 +188,8 @@ class Metrics:
                 found.append(samples + (f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""))
             raise NonFiniteError(
                 f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite, {len(steps)} in a row: "
-                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters, and the checkpoints "
-                "stay. The " + "\n".join(["rows they used:", *found]),
+                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters, and the "
+                "checkpoints stay. The " + "\n".join(["rows they used:", *found]),
                 steps=steps,
                 key="skip_nonfinite",
             )

@@ -63,12 +63,9 @@ class PartOfTheRows:
 def test_processes_share_a_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
     R = per_process * num_processes
-    plan = RampPlan(
-        ramp=BatchRamp.piecewise([(n * 100, R * factor) for n, factor in enumerate(factors)]),
-        splitter=BatchSplitter(data_parallel_size=R, microbatch_size=1),
-        num_devices=R,
-        total_steps=40,
-    )
+    ramp = BatchRamp.piecewise([(n * 100, R * factor) for n, factor in enumerate(factors)])
+    splitter = BatchSplitter(data_parallel_size=R, microbatch_size=1)
+    plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=R, total_steps=40)
     for step in (0, 7, 39):
         position = plan.position(step)
         loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]

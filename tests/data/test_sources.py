@@ -23,11 +23,8 @@ def test_token_rows_do_not_cross_arrays():
     """Each file has rows of its own, which name it."""
     source = TokenRows([np.arange(6), np.arange(50, 53)], ["one", "two"], sequence_length=4, vocab_size=100)
     assert source.read(np.array([2]))["tokens"].tolist() == [[50, 51, 52, 0, 0]]
-    assert [source.describe(row) for row in range(3)] == [
-        "one from token 0 (row 0)",
-        "one from token 4 (row 1)",
-        "two from token 0 (row 2)",
-    ]
+    names = ["one from token 0 (row 0)", "one from token 4 (row 1)", "two from token 0 (row 2)"]
+    assert [source.describe(row) for row in range(3)] == names
 
 
 def test_synthetic_rows_follow_from_their_number():

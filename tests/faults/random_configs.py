@@ -97,10 +97,8 @@ def sound_ramps(draw):
 @st.composite
 def configs(draw):
     """Return the settings of a configuration; one in three has an absurd value."""
-    settings = {}
-    for name in draw(st.lists(st.sampled_from(sorted(LIKELY)), unique=True, max_size=14)):
-        settings[name] = draw(LIKELY[name])
-    settings.setdefault("num_devices", draw(LIKELY["num_devices"]))
+    names = draw(st.lists(st.sampled_from(sorted(LIKELY)), unique=True, max_size=14))
+    settings = {name: draw(LIKELY[name]) for name in [*names, "num_devices"]}
     if draw(st.booleans()):
         settings |= draw(sound_ramps())
     if draw(st.integers(0, 2)) == 0:
@@ -125,25 +123,19 @@ def load(settings):
 
 
 def check(settings):
-    """Assert that settings give a valid plan or an error with a key; return which of the two, for statistics."""
+    """Assert that settings give a valid plan, or an error with keys and legal offers; return which of the two."""
     try:
         config, plan = load(settings)
     except RampupError as error:
-        check_error(settings, error)
+        problems = error.problems or (error,)
+        for problem in problems:
+            assert problem.key in KEYS, (problem, problem.key)
+        offers_sizes = error.key != "batch_size_schedule" or isinstance(error, BatchDivisibilityError)
+        for value in error.nearest if len(problems) == 1 and offers_sizes else ():
+            check_offer(settings, error, value)
         return "refused"
     check_plan(config, plan)
     return "planned"
-
-
-def check_error(settings, error):
-    """Assert that each problem names a key of the schema, and that the values it offers are legal."""
-    problems = error.problems or (error,)
-    for problem in problems:
-        assert problem.key in KEYS, (problem, problem.key)
-    offers_sizes = error.key != "batch_size_schedule" or isinstance(error, BatchDivisibilityError)
-    if len(problems) == 1 and offers_sizes:
-        for value in error.nearest:
-            check_offer(settings, error, value)
 
 
 def check_offer(settings, error, value):
@@ -151,8 +143,9 @@ def check_offer(settings, error, value):
     if not KEYS[error.key].allows(settings.get(error.key, value)):
         assert KEYS[error.key].allows(value), (str(error), value)
         return
-    if error.key == "batch_size_schedule":
-        value = with_size(settings["batch_size_schedule"], error, value)
+    if error.key == "batch_size_schedule":  # errors about schedules offer only sizes
+        entries = [entry.split(":") for entry in settings["batch_size_schedule"].replace(",", " ").split()]
+        value = " ".join(f"{at}:{value if number(size) == error.value else size}" for at, size in entries)
     try:
         load(settings | {error.key: value})
     except RampupError as other:
@@ -160,32 +153,20 @@ def check_offer(settings, error, value):
             assert problem.key != error.key, (str(error), value, str(problem))
 
 
-def with_size(schedule, error, value):
-    """Return a schedule with a refused size replaced by an offered one. Errors about schedules offer only sizes."""
-    entries = [entry.split(":") for entry in schedule.replace(",", " ").split()]
-    return " ".join(f"{at}:{value if number(size) == error.value else size}" for at, size in entries)
-
-
 def check_plan(config, plan):
-    """Assert the properties of every plan."""
+    """Assert the properties of every plan, whose first steps agree with the slow reference."""
     d = plan.splitter.data_parallel_size
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         parts = (split.accumulation_steps, split.num_pipeline_microbatches, split.microbatch_size)
         assert phase.global_batch_size == d * math.prod(parts) == split.global_batch_size
         assert min(parts) >= 1
         assert split.global_batch_size % config.gradient_accumulation_steps == 0
-    if plan.eval_split is not None:
-        split = plan.eval_split
+    if (split := plan.eval_split) is not None:
         assert split.global_batch_size == d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size
-    check_steps(config, plan)
     json.dumps(plan.to_dict(), allow_nan=False)
     assert all(map(str, (*plan.summary, *plan.advice)))
     last = plan.position(plan.total_steps - 1)
     assert last.consumed_samples + last.split.global_batch_size == plan.consumed_samples
-
-
-def check_steps(config, plan):
-    """Assert that the first steps agree with the slow reference."""
     consumed = 0
     for step, size in enumerate(itertools.islice(sizes_of(config, plan), CHECKED_STEPS)):
         assert plan.ramp.global_batch_size_at(step) == size

@@ -91,9 +91,7 @@ def run_folder(tmp_path_factory):
 @settings(QUICK, max_examples=25)
 def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
     """A record with any change is refused unless the change has no effect."""
-    path = run_folder / "checkpoints" / "12" / "record" / "metadata"
-    whole = path.read_text()
-    record = json.loads(whole)
+    record = json.loads((run_folder / "checkpoints" / "12" / "record" / "metadata").read_text())
     name = data.draw(st.sampled_from([*record, "more"]))
     changed = data.draw(st.one_of(st.just(record | {name: data.draw(ANYTHING)}), ANYTHING))
     with tempfile.TemporaryDirectory() as copy:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 from faults import toy_run
@@ -103,7 +104,6 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_begun(small_disk, cap
     """The error has both sizes and is all there is: no thread is left, nothing is logged, and no hook is changed."""
     before, hooks = set(threading.enumerate()), (sys.excepthook, sys.unraisablehook, threading.excepthook)
     caplog.set_level(logging.WARNING, logger="absl")
-
     with pytest.raises(StorageError, match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is "):
         toy_run.run(small_disk, events=Filler(small_disk, 4, left=40_960), async_checkpointing=asynchronous)
     assert damage(small_disk / "checkpoints" / "4") is None
@@ -127,24 +127,10 @@ def test_lines_of_evaluations_wait_for_room(small_disk):
     assert list(read_lines(small_disk / "eval.jsonl")) == lines
 
 
-def test_lines_wait_for_room(small_disk):
-    """A line that finds no room, or room for a part of it, is written whole with the next one."""
-    log = StepLog(small_disk / "metrics.jsonl", keep_below=0)
-    log.write({"step": 0})
-    fill(small_disk)
-    for step in range(1, 400):
-        log.write({"step": step})
-    with pytest.raises(StorageError, match="No space left"):
-        log.sync()
-    (small_disk / "filler").unlink()
-    log.write({"step": 400})
-    log.sync()
-    log.close()
-    assert [line["step"] for line in read_lines(log.path)] == list(range(401))
-
-
-def test_a_full_disk_at_the_start_loses_no_line(small_disk):
-    """A resume only cuts the file, which needs no room; moving damaged lines does, and its error names the file."""
+def test_a_full_disk_loses_no_line(small_disk):
+    """A line that finds no room, or room for a part of it, is written whole with the next one. A resume only cuts the file,
+    which needs no room; moving damaged lines does, and its error names the file.
+    """
     path = small_disk / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
     fill(small_disk)
@@ -153,8 +139,13 @@ def test_a_full_disk_at_the_start_loses_no_line(small_disk):
         log.write({"step": step})
     with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
         log.sync()
-    log.close()
     assert [line["step"] for line in read_lines(path)][:900] == list(range(900))
+    (small_disk / "filler").unlink()
+    log.write({"step": 1800})
+    log.sync()
+    assert [line["step"] for line in read_lines(path)] == list(range(1801))
+    fill(small_disk)
+    log.close()
     with open(path, "r+b") as file:
         file.write(b"x")
     with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
@@ -165,11 +156,7 @@ def test_a_full_disk_at_the_start_loses_no_line(small_disk):
 @pytest.mark.parametrize("error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])])
 def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
     """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
-
-    def fail(config, on_event):
-        raise error
-
-    monkeypatch.setattr(lm, "train", fail)
+    monkeypatch.setattr(lm, "train", mock.Mock(side_effect=error))
     assert main(["train", "base.yml", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["error"]["type"] == type(error).__name__

@@ -21,11 +21,9 @@ def rows_of(folder):
     """Return the digest of the rows of every step; whatever was done twice must have used the same rows."""
     digests = {}
     for line in (folder / victim.ROWS_FILE).read_text().splitlines():
-        try:
+        with contextlib.suppress(ValueError):  # a kill may have cut off the line
             entry = json.loads(line)
-        except ValueError:
-            continue
-        assert digests.setdefault(entry["step"], entry["rows"]) == entry["rows"]
+            assert digests.setdefault(entry["step"], entry["rows"]) == entry["rows"]
     return digests
 
 
@@ -91,10 +89,10 @@ class Campaign:
         return True
 
     def strike(self, name, kind):
-        """Start a run and kill it once it is seen training; False if it ended before."""
+        """Start a run, kill it once it is seen training, and count in which way; False if it ended before."""
         folder = self.base / name
-        seen = folder / self.seen_in
-        before, left = seen.stat().st_size if seen.exists() else 0, unfinished(folder)
+        seen, left = folder / self.seen_in, unfinished(folder)  # what earlier deaths left
+        before = seen.stat().st_size if seen.exists() else 0
         process = self.start(name)
         alive = self.wait_for(lambda: seen.exists() and seen.stat().st_size > before, process, folder)
         if alive and kind == "SIGKILL in a checkpoint write":
@@ -105,11 +103,6 @@ class Campaign:
         if not alive or not process.is_alive():
             process.join(DEADLINE)
             return False
-        self.kill(process, kind, folder, left)
-        return True
-
-    def kill(self, process, kind, folder, left):
-        """Kill a process, and count in which way; `left` is what earlier deaths left unfinished."""
         os.kill(process.pid, getattr(signal, kind.split(" ")[0].strip(",")))
         if kind == "SIGTERM, then SIGKILL":
             time.sleep(self.random.random() * 0.2)
@@ -121,6 +114,7 @@ class Campaign:
         elif kind != "SIGTERM, then SIGKILL":
             kind = "SIGKILL in a checkpoint write" if unfinished(folder) - left else "SIGKILL"
         self.done[kind] += 1
+        return True
 
 
 class AutoCampaign(Campaign):

@@ -98,11 +98,9 @@ def test_too_many_in_a_row_stop_the_run(tmp_path, engine):
     for _ in range(2):
         with pytest.raises(NonFiniteError, match="step 6, 7, 8 was not finite, 3 in a row: skip_nonfinite=3") as caught:
             toy_run.run(tmp_path, **options)
-        assert caught.value.steps == (6, 7, 8)
-        assert caught.value.key == "skip_nonfinite"
-        plan = toy_run.parts()[1]
-        first, last = plan.rows(7)[0], plan.rows(7)[-1]
-        assert f"step 7: samples {first} to {last}: row of 7, row of 7, row of 7, and 2 more" in str(caught.value)
+        assert (caught.value.steps, caught.value.key) == ((6, 7, 8), "skip_nonfinite")
+        samples = toy_run.parts()[1].rows(7)
+        assert f"step 7: samples {samples[0]} to {samples[-1]}: row of 7, row of 7, row of 7, and 2 more" in str(caught.value)
         checkpoints = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
         assert checkpoints[0] == 4
         assert set(checkpoints) <= {4, 8}

@@ -21,11 +21,7 @@ SETTINGS = RL_TINY | {
 
 def run(settings):
     """Train slowly enough to be killed anywhere; return 0 when finished, 130 when stopped by a signal."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    victim.use_cpus(1)
     from rampup.loop.events import StepDone
     from rampup.rl.config import RolloutConfig
     from rampup.rl.tasks import Arithmetic

@@ -22,10 +22,7 @@ def files_of(folder):
 
 def soak(folder, steps, every, found):
     """Train, and write memory, processor time and time every so many steps, and the files halfway and at the end."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
+    victim.use_cpus(1)
     from rampup import Config
     from rampup.lm.train import train
     from rampup.loop.events import Evaluated, RunStopped, StepDone

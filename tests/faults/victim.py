@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 
 from helpers.tiny import TINY_MODEL
@@ -21,14 +20,20 @@ SETTINGS = TINY_MODEL | {
 ROWS_FILE, LOG_FILE = "rows.jsonl", "log.txt"
 
 
-def run(settings, folder, pause, devices):
-    """Train; return 0 when finished, 130 when stopped by a signal, 2 when refused."""
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+def use_cpus(devices):
+    """Give this process as many simulated devices, and every compiled program to the next one."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def run(settings, folder, pause, devices):
+    """Train; return 0 when finished, 130 when stopped by a signal, 2 when refused."""
+    import jax
+
+    use_cpus(devices)
     from rampup import Config
     from rampup.errors import RampupError
     from rampup.lm import train as lm

@@ -18,13 +18,14 @@ FILES = {"slurm.sbatch", "tpu_vm.sh", "xpk.sh", "jobset.yml", "skypilot.yml", "r
 BUCKET = {"BUCKET": "my-bucket", "ZONE": "us-west4-a"}
 
 
-def run_script(command, folder, programs, **variables):
-    """Run a shell command in which some programs only note their arguments; return its exit code and each call's words.
+def run_script(command, folder, programs, code=0, **variables):
+    """Run a shell command, in a folder in which some programs only note their arguments; return each call's words.
 
     Args:
         command: the words of the command.
         folder: where the programs are written.
         programs: name -> what it does besides, in shell.
+        code: the exit code with which the command must end.
         variables: what else is in the environment.
     """
     calls = folder / "calls"
@@ -33,8 +34,8 @@ def run_script(command, folder, programs, **variables):
         (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)} | variables
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    lines = calls.read_text().split("\037\n")[:-1] if calls.exists() else []
-    return done.returncode, [line.split("\037") for line in lines], done.stderr
+    assert done.returncode == code, done.stderr
+    return [line.split("\037") for line in calls.read_text().split("\037\n")[:-1]]
 
 
 def configured(words):
@@ -63,8 +64,7 @@ def test_slurm_requeues_what_a_signal_stopped(code, requeued, tmp_path):
     """The script runs one command under srun, with a name, and requeues the job only after exit code 130."""
     programs = {"srun": f"exit {code}", "scontrol": ""}
     words = ["bash", str(LAUNCH / "slurm.sbatch"), "base", "base_output_directory=/shared/my runs"]
-    found, calls, errors = run_script(words, tmp_path, programs, SLURM_JOB_ID="17", SLURM_JOB_NAME="rampup")
-    assert found == code, errors
+    calls = run_script(words, tmp_path, programs, code, SLURM_JOB_ID="17", SLURM_JOB_NAME="rampup")
     config = configured(calls[0][calls[0].index("rampup") :])
     assert (config.run_name, config.base_output_directory) == ("rampup-17", "/shared/my runs")
     assert [call for call in calls if call[0] == "scontrol"] == ([["scontrol", "requeue", "17"]] if requeued else [])
@@ -75,24 +75,21 @@ def test_tpu_vm_starts_one_command_on_all_hosts(exists, tmp_path):
     """The slice is created if it is not there, and every host gets the same command, with a name and a bucket."""
     programs = {"gcloud": f'[ "$4" != describe ] || exit {0 if exists else 1}'}
     words = ["bash", str(LAUNCH / "tpu_vm.sh"), "llama_1b_v5e", "grain_train_files=/data/a b.txt"]
-    code, calls, errors = run_script(words, tmp_path, programs, **BUCKET)
-    assert code == 0, errors
+    calls = run_script(words, tmp_path, programs, **BUCKET)
     assert [call[4] for call in calls] == ["describe", *([] if exists else ["create"]), "scp", "ssh", "ssh"]
     assert all(option(call, "--zone") == "us-west4-a" for call in calls)
     assert all("--worker=all" in call for call in calls if call[4] in ("scp", "ssh"))
     config = configured(shlex.split(option(calls[-1], "--command")))
     assert (config.run_name, config.base_output_directory) == ("rampup", "gs://my-bucket/runs")
     assert config.grain_train_files == "/data/a b.txt"
-    assert run_script(words, tmp_path, programs)[0] != 0  # without a bucket
+    run_script(words, tmp_path, programs, code=1)  # without a bucket
 
 
 def test_xpk_gets_one_command(tmp_path):
     """The workload says what xpk needs, with the command as one word, and slices that the configuration knows."""
     variables = BUCKET | {"PROJECT": "p", "CLUSTER": "c", "IMAGE": "i", "SLICES": "2"}
     words = ["bash", str(LAUNCH / "xpk.sh"), "llama_1b_v5e", "run_name=mine"]
-    code, calls, errors = run_script(words, tmp_path, {"xpk": ""}, **variables)
-    assert code == 0, errors
-    (call,) = calls
+    (call,) = run_script(words, tmp_path, {"xpk": ""}, **variables)
     assert call[:3] == ["xpk", "workload", "create"]
     needed = ("--project", "--zone", "--cluster", "--workload", "--tpu-type", "--docker-image", "--max-restarts")
     assert all(option(call, name) for name in needed)
@@ -133,12 +130,9 @@ def test_skypilot_runs_one_command_on_every_node(tmp_path):
     assert set(task["resources"]) == {"infra", "accelerators", "use_spot", "job_recovery"}
     assert task["envs"]["BUCKET"] is None
     variables = {name: value or "my-bucket" for name, value in task["envs"].items()}
-    code, calls, errors = run_script(["bash", "-c", task["run"]], tmp_path, {"rampup": ""}, **variables)
-    assert code == 0, errors
-    config = configured(calls[0])
+    config = configured(run_script(["bash", "-c", task["run"]], tmp_path, {"rampup": ""}, **variables)[0])
     assert (config.run_name, config.base_output_directory) == ("demo", "gs://my-bucket/runs")
-    code, calls, _ = run_script(["bash", "-c", task["setup"]], tmp_path, {"pip": ""})
-    assert (code, calls[-1][:2]) == (0, ["pip", "install"])
+    assert run_script(["bash", "-c", task["setup"]], tmp_path, {"pip": ""})[-1][:2] == ["pip", "install"]
 
 
 def test_ray_train_calls_what_rampup_has():

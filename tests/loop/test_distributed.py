@@ -22,7 +22,6 @@ from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError
 from rampup.lm.train import train
 from rampup.loop.distributed import _problem, join
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
@@ -44,19 +43,15 @@ def run_command(words, folder, opened):
 
 
 def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
-    """Start `rampup train` in several processes; `each` gives settings of single ones, `folders` where each is started.
-
-    `runs` are the functions that run the command.
-    """
+    """Start `rampup train` in processes, each with settings of `each`, in one of `folders`, and called by one of `runs`."""
     settings = SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
     words = ["train", str(BASE), f"--fake-devices={devices // number}", *command_line(settings)]
     words.append(f"coordinator_address=localhost:{free_port()}")
     logs = folder.parent / f"{folder.name}-logs"
-    own = [*each, *[[]] * (number - len(each))]
     return [
         processes.start(
             runs[n] if runs else run_command,
-            [*words, f"process_id={n}", *own[n]],
+            [*words, f"process_id={n}", *(each[n] if each else ())],
             str(folders[n] if folders else logs.parent),
             str(logs / f"opened{n}"),
             log=logs / f"{time.monotonic_ns()}-{n}.log",
@@ -66,13 +61,20 @@ def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
 
 
 def finish(started, folder, timeout=240):
-    """Wait for processes; return the exit code and the output of each."""
+    """Wait for processes; return the output of each."""
     deadline = time.monotonic() + timeout
     for process in started:
         process.join(max(deadline - time.monotonic(), 0))
         assert process.exitcode is not None, "a process hangs"
-    logs = sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[-len(started) :]
-    return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
+    return [log.read_text() for log in sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[-len(started) :]]
+
+
+def run(folder, code=0, **options):
+    """Run processes, each of which ends with the same exit code; return the output of each."""
+    started = start(folder, **options)
+    printed = finish(started, folder)
+    assert [process.exitcode for process in started] == [code] * len(started), printed
+    return printed
 
 
 def metrics(folder, *names):
@@ -84,10 +86,9 @@ def metrics(folder, *names):
 
 @pytest.mark.slow
 def test_several_processes_train_what_one_would(tmp_path):
-    """Two processes of which one reads for both, then four with two stages, then one, each with one device: as one with eight.
+    """Two, of which one reads for both and the other opens no data, four with two stages, then one: as one with eight devices.
 
-    Sizes, samples and learning rates of all steps are equal, and the losses to 1e-5. With expansion_factor_real_data=2, the
-    second process opens no data.
+    Sizes, samples and learning rates of all steps are equal, and the losses to 1e-5.
     """
     for file in range(20):
         lines = (f"line {number} of file {file}, the square of which is {number * number}\n" for number in range(400))
@@ -96,15 +97,12 @@ def test_several_processes_train_what_one_would(tmp_path):
     keys |= {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:16 104:32"}
     one, many = tmp_path / "one", tmp_path / "many"
     train(Config(base_output_directory=str(one), **(SETTINGS | keys | {"eval_per_device_batch_size": 1})))
-    found = finish(start(many, number=2, devices=2, steps=4, expansion_factor_real_data=2, **keys), many)
-    assert [code for code, _ in found] == [0, 0], found
-    assert ["final_loss" in output for _, output in found] == [True, False]
+    printed = run(many, number=2, devices=2, steps=4, expansion_factor_real_data=2, **keys)
+    assert ["final_loss" in output for output in printed] == [True, False]
     opened = [str(tmp_path / "data7.txt") in (tmp_path / "many-logs" / f"opened{n}").read_text() for n in range(2)]
     assert opened == [True, False]
-    found = finish(start(many, number=4, devices=4, steps=8, ici_pipeline_parallelism=2, **keys), many)
-    assert [code for code, _ in found] == [0] * 4, found
-    found = finish(start(many, number=1, devices=1, **keys), many)
-    assert [code for code, _ in found] == [0], found
+    run(many, number=4, devices=4, steps=8, ici_pipeline_parallelism=2, **keys)
+    run(many, number=1, devices=1, **keys)
     np.testing.assert_allclose(metrics(many, "loss"), metrics(one, "loss"), rtol=1e-5)
     names = ("phase", "global_batch_size", "consumed_samples", "learning_rate")
     assert metrics(many, *names) == metrics(one, *names)
@@ -127,14 +125,13 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
         assert all(process.is_alive() for process in started)
         time.sleep(0.2)
     os.kill(started[victim].pid, signal.SIGKILL)
-    code, output = finish(started, folder, timeout=40)[1 - victim]
-    assert code != 0
+    output = finish(started, folder, timeout=40)[1 - victim]
+    assert started[1 - victim].exitcode != 0
     assert any(word in output for word in words.split("|")), output
     if victim:
         assert "Start the job again to resume." in output
         done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
-        found = finish(start(folder, number=2, devices=2, steps=done + 2), folder)
-        assert [code for code, _ in found] == [0, 0]
+        run(folder, number=2, devices=2, steps=done + 2)
         assert len(metrics(folder)) == done + 2
 
 
@@ -154,23 +151,25 @@ class LateRows:
         return {"x": np.full(4, index, np.float32)}
 
 
-def plan_of(count, schedule, steps, **splitter):
-    """Return a plan for as many replicas of one device."""
-    ramp, splitter = BatchRamp.from_schedule(schedule), BatchSplitter(data_parallel_size=count, **splitter)
-    return RampPlan(ramp=ramp, splitter=splitter, num_devices=count, total_steps=steps)
+def call_in_each(function, number, folder, *arguments, timeout=300):
+    """Call a function in several processes that can join; return what each wrote as JSON."""
+    port, files = free_port(), [folder / f"{n}.json" for n in range(number)]
+    processes.run_all(function, [(n, port, files[n], *arguments) for n in range(number)], folder, timeout)
+    return [json.loads(file.read_text()) for file in files]
 
 
 def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0), **splitter):
     """Train one device of each of `count` processes; return the batches' microbatch sizes and the last loss."""
     import jax
     import optax
+    from helpers import toy
 
     import rampup
 
     join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
     devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(count)]
     mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
-    plan = plan_of(count, schedule, num_steps, **splitter)
+    plan = toy.plan_for(mesh, schedule, steps=num_steps, **splitter)
     tx, sizes = optax.sgd(0.001), []
     time.sleep(delays[0])
     step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
@@ -184,7 +183,7 @@ def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0),
     return sizes, float(metrics["loss"])
 
 
-def run_with_late_rows(number, port, microbatch, num_steps, path):
+def run_with_late_rows(number, port, path, microbatch, num_steps):
     """Train, and write the microbatch size of every step into a file."""
     schedule, options = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8", {"rampup_microbatch": microbatch}
     path.write_text(json.dumps(train_rows(number, port, 2, schedule, LateRows(number), num_steps=num_steps, **options)[0]))
@@ -201,12 +200,9 @@ def run_with_late_rows(number, port, microbatch, num_steps, path):
 )
 def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
-    port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
-    arguments = [(n, port, microbatch, num_steps, files[n]) for n in range(2)]
-    processes.run_all(run_with_late_rows, arguments, tmp_path, 600)
-    sizes = [json.loads(file.read_text()) for file in files]
-    assert sizes[0] == sizes[1]
-    assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
+    one, other = call_in_each(run_with_late_rows, 2, tmp_path, microbatch, num_steps, timeout=600)
+    assert one == other
+    assert set(one) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
 
 
 def train_own_state(number, port, path):
@@ -236,7 +232,7 @@ def train_own_state(number, port, path):
         return *toy.loss_fn(params, batch, keys), 0.9 * mean + 0.1 * batch["x"].mean(0)
 
     tx = optax.adam(0.1)
-    plan = plan_of(2, "0:4 8:8", 4)
+    plan = toy.plan_for(rampup.make_mesh(rampup.MeshAxes(data=2), devices), "0:4 8:8", steps=4)
     params = {"in": np.full((8, 4), 0.1, np.float32), "out": np.full((4, 8), 0.2, np.float32)}
     own = {"ema": params, "batch_stats": jax.numpy.zeros(8), "key": jax.random.key(1)}
     state = rampup.prepare_state(State.create(apply_fn=None, params=params, tx=tx, **own), mesh)
@@ -249,16 +245,14 @@ def train_own_state(number, port, path):
 
 def test_processes_train_a_state_of_ones_own(tmp_path):
     """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
-    port, files = free_port(), [tmp_path / name for name in ("0", "1", "alone")]
-    processes.run_all(train_own_state, [(n, port, files[n]) for n in range(2)], tmp_path)
-    train_own_state(0, None, files[2])
-    found = [json.loads(file.read_text()) for file in files]
-    assert found[0] == found[1]
-    for x, expected in zip(found[0], found[2], strict=True):
+    one, other = call_in_each(train_own_state, 2, tmp_path)
+    assert one == other
+    train_own_state(0, None, tmp_path / "alone")
+    for x, expected in zip(one, json.loads((tmp_path / "alone").read_text()), strict=True):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
 
 
-def measure_noise(process, number, port, path):
+def measure_noise(process, port, path, number):
     """Write S and G2 of two steps on meshes of four devices, in float64."""
     import jax
     import optax
@@ -287,17 +281,11 @@ def measure_noise(process, number, port, path):
 @pytest.mark.slow
 def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     """The same blocks have the same S and G2 to 1e-6 on three meshes of four devices, and all processes have equal ones."""
-    jobs = [(process, number) for number in (1, 2, 4) for process in range(number)]
-    ports = {number: free_port() for number in (1, 2, 4)}
-    files = {job: tmp_path / f"{job[1]}-{job[0]}.json" for job in jobs}
-    processes.run_all(measure_noise, [(*job, ports[job[1]], files[job]) for job in jobs], tmp_path)
-    found = {job: json.loads(file.read_text()) for job, file in files.items()}
-    for (process, number), steps in found.items():
-        assert steps == found[0, number], (process, number)
-        for one, step in zip(found[0, 1], steps, strict=True):
-            assert step == pytest.approx(one, rel=1e-6)
+    (one,), *several = (call_in_each(measure_noise, number, tmp_path, number) for number in (1, 2, 4))
+    for found in several:
+        assert all(steps == found[0] for steps in found)
+        assert found[0] == [pytest.approx(step, rel=1e-6) for step in one]
     # The meshes have the same blocks, so they agree too.
-    one = found[0, 1]
     assert one[0]["blocks"] == 32
     for mesh in (one[2:4], one[4:6]):
         assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
@@ -318,8 +306,7 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
     keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
     keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24}
     one, many = tmp_path / "one", tmp_path / "many"
-    found = finish(start(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12}), many)
-    assert [code for code, _ in found] == [0, 0], found
+    run(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12})
     for folder in (one, many):
         train(Config(base_output_directory=str(folder), **keys | {"steps": 24}))
     sizes = metrics(many, "global_batch_size", "next_global_batch_size")
@@ -332,9 +319,7 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the keys that differ, also of one by which a process waits for others, and nothing is written."""
     folder = tmp_path / "out"
-    own = ["adam_b1=0.8", "expansion_factor_real_data=2"]
-    for code, output in finish(start(folder, number=2, devices=2, each=[[], own]), folder):
-        assert code == 2
+    for output in run(folder, code=2, number=2, devices=2, each=[[], ["adam_b1=0.8", "expansion_factor_real_data=2"]]):
         assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in output
         assert "expansion_factor_real_data: " in output
     assert not folder.exists()
@@ -348,8 +333,7 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
         own.mkdir()
         (own / "a.txt").write_text("".join(f"line {line}\n" for line in range(3000)))
         (own / "b.txt").write_text("".join(f"line {line} of {number}\n" for line in range(3000)))
-    for code, output in finish(start(folder, number=2, devices=2, folders=folders, grain_train_files="*.txt"), folder):
-        assert code == 2
+    for output in run(folder, code=2, number=2, devices=2, folders=folders, grain_train_files="*.txt"):
         assert "data: b.txt: " in output
         assert "a.txt" not in output
     assert not folder.exists()
@@ -422,7 +406,7 @@ def test_wait_for_all_waits_for_the_last(tmp_path):
     assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
 
-def train_late(number, port, delay, path):
+def train_late(number, port, path, delay):
     """Train in a process that comes late to its first state and late to its first step."""
     rows, delays = [{"x": np.full(4, row, np.float32)} for row in range(12)], [delay * (number == n) for n in (1, 2)]
     path.write_text(json.dumps(train_rows(number, port, 4, "0:4", rows, num_steps=3, delays=delays)[1]))
@@ -431,9 +415,7 @@ def train_late(number, port, delay, path):
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    port = free_port()
-    processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
-    assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
+    assert len(set(call_in_each(train_late, 4, tmp_path, 40))) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-import types
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -46,6 +46,7 @@ OPEN_MPI = env("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LO
 OPEN_MPI_4 = OPEN_MPI | env("OMPI_MCA_orte_hnp_uri=1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
 OPEN_MPI_5 = OPEN_MPI | env("OMPI_VERSION=5.0.11 PRTE_LAUNCHED=1")
 GKE = env("TPU_WORKER_ID=1 KUBERNETES_SERVICE_HOST=10.0.0.1 TPU_SKIP_MDS_QUERY=1")
+ADDRESSES = env("TPU_PROCESS_ADDRESSES=10.0.0.1:8471,10.0.0.2:8471")
 SLICES = env("MEGASCALE_COORDINATOR_ADDRESS=job-0-0.job:8080 MEGASCALE_NUM_SLICES=2 MEGASCALE_SLICE_ID=1")
 NAMELESS = env("KUBERNETES_SERVICE_HOST=10.0.0.1")
 POD = NAMELESS | env("HOSTNAME=pod JOB_COMPLETION_INDEX=1")
@@ -55,7 +56,7 @@ SKYPILOT = env("SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2") | {"SKYPILOT_NODE_IP
 TORCHRUN = env("WORLD_SIZE=2 RANK=1 MASTER_ADDR=host0 MASTER_PORT=29500")
 BY_HAND = env("JAX_COORDINATOR_ADDRESS=host0:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1")
 HOSTS = "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4"
-WORKER_1, WORKER_2 = {"worker": 1, "hosts": "?"}, {"worker": 2, "hosts": HOSTS}
+ON_TPU, WORKER_1, WORKER_2 = {"tpu": True}, {"worker": 1, "hosts": "?"}, {"worker": 2, "hosts": HOSTS}
 NEEDS_HOSTNAME = {"kubernetes": True, "needs": "expected HOSTNAME"}
 
 # name -> what the launcher sets, what else is there, and the place that JAX gets; None = alone, text = the error.
@@ -79,19 +80,11 @@ LAUNCHES = {
     "TPU VM, 4 hosts, CPU only": ({}, WORKER_2 | {"platforms": "cpu"}, None),
     "TPU VM, 2 slices of 4 hosts": ({}, WORKER_2 | {"slices": SLICES}, ("job-0-0.job:8482", 8, 6)),
     "TPU VM with host names": (env(f"TPU_WORKER_HOSTNAMES={HOSTS} TPU_WORKER_ID=2"), WORKER_2, ("10.0.0.1:8482", 4, 2)),
-    "TPU VM, no metadata": ({}, {"tpu": True}, "GceTpuCluster says: .*"),
-    "TPU VM with its own name, no metadata": (env("TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"), {"tpu": True}, None),
+    "TPU VM, no metadata": ({}, ON_TPU, "GceTpuCluster says: .*"),
+    "TPU VM with its own name, no metadata": (env("TPU_WORKER_HOSTNAMES=localhost TPU_WORKER_ID=0"), ON_TPU, None),
     "GKE TPU": (GKE | env("TPU_WORKER_HOSTNAMES=job-0,job-1"), WORKER_1, ("job-0:8482", 2, 1)),
-    "GKE TPU, addresses": (
-        GKE | env("TPU_PROCESS_ADDRESSES=10.0.0.1:8471,10.0.0.2:8471"),
-        WORKER_1 | {"needs": "TPU_PROCESS_ADDRESSES"},
-        ("10.0.0.1:8482", 2, 1),
-    ),
-    "GKE TPU, 2 slices": (
-        GKE | SLICES | env("TPU_WORKER_HOSTNAMES=job-1-0 TPU_WORKER_ID=0"),
-        {"tpu": True},
-        ("job-0-0.job:8482", 2, 1),
-    ),
+    "GKE TPU, addresses": (GKE | ADDRESSES, WORKER_1 | {"needs": "TPU_PROCESS_ADDRESSES"}, ("10.0.0.1:8482", 2, 1)),
+    "GKE TPU, 2 slices": (GKE | SLICES | env("TPU_WORKER_HOSTNAMES=a TPU_WORKER_ID=0"), ON_TPU, ("job-0-0.job:8482", 2, 1)),
     "JobSet": (POD, {"kubernetes": True}, ("job-0.set:55527", 2, 1)),
     "Job that is not indexed": (NAMELESS | env("HOSTNAME=pod"), {"kubernetes": True}, "K8sCluster says: .* must be indexed"),
     "JobSet without a name": (NAMELESS, NEEDS_HOSTNAME | {"says": "K8sCluster says: RuntimeError: expected HOSTNAME"}, None),
@@ -126,20 +119,16 @@ def launch(monkeypatch):
         if machine.get("needs", "") not in known:
             pytest.skip("this version of JAX does not know this launcher")
         keep = {name: value for name, value in os.environ.items() if name.startswith(("PATH", "HOME", "PYTEST"))}
-        cleared = mock.patch.dict(os.environ, keep | variables, clear=True)
-        cleared.start()
-        monkeypatch.callbacks.append(cleared.stop)
+        undo.enter_context(mock.patch.dict(os.environ, keep | variables, clear=True))
         if "worker" in machine or "tpu" in machine:
+            pytest.importorskip("requests")
             monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
             jax.config.update("jax_platforms", machine.get("platforms", "tpu,cpu"))
-        if "worker" in machine:
-            pytest.importorskip("requests")
-            server = _metadata_server(machine["worker"], machine["hosts"], machine.get("slices", {}))
-            monkeypatch.callbacks.append(server.shutdown)
-            os.environ["GCE_METADATA_IP"] = f"127.0.0.1:{server.server_port}"
-        elif "tpu" in machine:
-            pytest.importorskip("requests")
             os.environ["GCE_METADATA_IP"] = "127.0.0.1:9"  # nobody listens
+        if "worker" in machine:
+            server = _metadata_server(machine["worker"], machine["hosts"], machine.get("slices", {}))
+            undo.callback(server.shutdown)
+            os.environ["GCE_METADATA_IP"] = f"127.0.0.1:{server.server_port}"
         monkeypatch.setitem(sys.modules, "mpi4py", _mpi4py() if "mpi4py" in machine else None)
         monkeypatch.setitem(sys.modules, "kubernetes", _kubernetes() if "kubernetes" in machine else None)
         for name in ("_pod", "_job", "_controller"):
@@ -147,11 +136,9 @@ def launch(monkeypatch):
         monkeypatch.setattr(k8s_cluster.K8sCluster, "_namespace", classmethod(lambda cls: "default"))
         monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
 
-    platforms, monkeypatch.callbacks = jax.config.jax_platforms, []
-    yield pretend
-    jax.config.update("jax_platforms", platforms)
-    for undo in reversed(monkeypatch.callbacks):
-        undo()
+    with contextlib.ExitStack() as undo:
+        undo.callback(jax.config.update, "jax_platforms", jax.config.jax_platforms)
+        yield pretend
 
 
 def _metadata_server(worker, hosts, slices):
@@ -167,8 +154,7 @@ def _metadata_server(worker, hosts, slices):
             self.end_headers()
             self.wfile.write(answer)
 
-        def log_message(self, *_):
-            pass
+        log_message = mock.Mock()
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -176,23 +162,18 @@ def _metadata_server(worker, hosts, slices):
 
 
 def _mpi4py():
-    world = types.SimpleNamespace(
-        Get_rank=lambda: 1, Get_size=lambda: 2, bcast=lambda value, root: f"host0:{os.environ['JAX_COORDINATOR_PORT']}"
-    )
-    module = types.ModuleType("mpi4py")
-    module.__spec__, module.MPI = importlib.machinery.ModuleSpec("mpi4py", None), types.SimpleNamespace(COMM_WORLD=world)
-    return module
+    world = SimpleNamespace(Get_rank=lambda: 1, Get_size=lambda: 2)
+    world.bcast = lambda value, root: f"host0:{os.environ['JAX_COORDINATOR_PORT']}"
+    return SimpleNamespace(__spec__=importlib.machinery.ModuleSpec("mpi4py", None), MPI=SimpleNamespace(COMM_WORLD=world))
 
 
 def _kubernetes():
     """Return the package, whose server knows a JobSet of two pods."""
-    module, owner = mock.MagicMock(), types.SimpleNamespace(kind="Job", controller=True)
-    pod = types.SimpleNamespace(metadata=mock.Mock(labels={"job-name": "job"}, owner_references=[owner]))
+    module, owner = mock.MagicMock(), SimpleNamespace(kind="Job", controller=True)
+    pod = SimpleNamespace(metadata=mock.Mock(labels={"job-name": "job"}, owner_references=[owner]))
     module.client.CoreV1Api().list_namespaced_pod.return_value.items = [pod]
-    labels = {"jobset.sigs.k8s.io/jobset-name": "set"}
-    job = types.SimpleNamespace(
-        metadata=types.SimpleNamespace(name="job", labels=labels), spec=types.SimpleNamespace(parallelism=2)
-    )
+    metadata = SimpleNamespace(name="job", labels={"jobset.sigs.k8s.io/jobset-name": "set"})
+    job = SimpleNamespace(metadata=metadata, spec=SimpleNamespace(parallelism=2))
     module.client.BatchV1Api().read_namespaced_job.return_value = job
     module.client.exceptions.ApiException = OSError
     return module
@@ -200,9 +181,7 @@ def _kubernetes():
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
-    """JAX gets the address, the count and the number of this process; one that was started alone does not join, and says what
-    failed if a detector did.
-    """
+    """JAX gets address, count and own number; a process that was started alone does not join, and says what failed, if so."""
     variables, machine, expected = LAUNCHES[name]
     launch(variables, machine)
     with warnings.catch_warnings():

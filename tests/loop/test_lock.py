@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -57,13 +58,10 @@ def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, content, req
     else:
         (tmp_path / LOCK_FILE).write_text(content)
 
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with own_run(tmp_path), own_run(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(os, "write", fail)
+    monkeypatch.setattr(os, "write", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left"), own_run(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
@@ -101,11 +99,7 @@ def test_a_deleted_lock_file_is_not_the_lock(tmp_path, owner):
 
 def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
     """The owner is refused to others while it writes, and a lease that nobody renews is free."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOSYS, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "no locks here")))
     monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 2.0)
@@ -120,17 +114,5 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
 
 def test_another_thread_is_refused(tmp_path):
     """Two loops of one process in one folder destroy each other as well."""
-    problems = []
-
-    def train():
-        try:
-            with own_run(tmp_path):
-                pass
-        except ConfigError as error:
-            problems.append(str(error))
-
-    with own_run(tmp_path):
-        thread = threading.Thread(target=train)
-        thread.start()
-        thread.join()
-    assert "another thread" in problems[0]
+    with own_run(tmp_path), ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="another thread"):
+        pool.submit(own_run(tmp_path).__enter__).result()

@@ -4,6 +4,7 @@ import io
 import json
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
 
@@ -184,11 +185,10 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
 
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
     """In a thread, which gets no signals, `should_stop` is asked before every step; the run saves, and resumes as ever."""
-    calls, done = iter(range(STEPS)), []
-    thread = threading.Thread(target=lambda: done.append(run(parts, tmp_path, should_stop=lambda: next(calls) == 4)[0]))
-    thread.start()
-    thread.join()
-    assert (done[0].steps, done[0].interrupted, done[0].checkpoint) == (4, True, str(tmp_path / "checkpoints" / "4"))
+    calls = iter(range(STEPS))
+    with ThreadPoolExecutor() as pool:
+        done, _ = pool.submit(run, parts, tmp_path, should_stop=lambda: next(calls) == 4).result()
+    assert (done.steps, done.interrupted, done.checkpoint) == (4, True, str(tmp_path / "checkpoints" / "4"))
     assert run(parts, tmp_path)[0].resumed_from == 4
     assert metrics_of(tmp_path) == uninterrupted[0]
 
@@ -279,9 +279,7 @@ def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
 
 
 def test_loop_needs_no_metric_options(parts, tmp_path):
-    """Without them, the lines of metrics.jsonl have no learning rate, and samples per second; a step that measures the gradient
-    noise brings its averages, to the metrics and the checkpoints of any loop, here in a folder given as text.
-    """
+    """Metrics then have no learning rate, and samples per second; a step that measures the noise adds its averages too."""
     mesh, plan, _ = parts
     step = train_step(toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True)
     console = Console(file=io.StringIO(), width=120)

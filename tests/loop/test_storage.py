@@ -42,9 +42,7 @@ def folder(bucket, monkeypatch):
 
 
 def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, monkeypatch):
-    """Lines are there after `sync` and `close`, and a complete part is never written again. Readers see one file, and a resume
-    deletes the parts after its step.
-    """
+    """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
     monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 100)
     path, written = folder / "metrics.jsonl", []
     log = StepLog(path, keep_below=0)
@@ -90,9 +88,8 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
     writer.flush()
-    events = [value.getvalue() for name, value in bucket.items() if "/tensorboard/events" in name]
-    assert len(events) == 1
-    assert b"loss" in events[0]
+    (events,) = (value.getvalue() for name, value in bucket.items() if "/tensorboard/events" in name)
+    assert b"loss" in events
     writer.close()
 
 
@@ -130,9 +127,8 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
     write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step, "consumed_samples": 2 * step + 2, **line}) + "\n" for step in range(3))
-    )
+    lines = [{"step": step, "consumed_samples": 2 * step + 2, **line} for step in range(3)]
+    write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     inputs = parse_inputs([f"{folder}/"])
     assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
@@ -147,9 +143,7 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
 
 @pytest.mark.slow
 def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
-    """Stopped after 3 of 5 steps and resumed, a run in a bucket has the losses of a local run; a checkpoint that Orbax did not
-    complete is not used.
-    """
+    """A run in a bucket, stopped and resumed, has the losses of a local run; a checkpoint that is not complete is not used."""
 
     def run(base, steps):
         keys = {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic", "steps": steps}
@@ -158,8 +152,7 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
 
     summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
-    for name in [name for name in bucket if name.startswith("/bucket/runs/demo/checkpoints/3/commit_success")]:
-        del bucket[name]
+    del bucket["/bucket/runs/demo/checkpoints/3/commit_success.txt"]
     assert find_checkpoint(folder / "checkpoints").step == 2
     assert main(["train", str(folder), "steps=5"]) == 0
     assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
