@@ -30,7 +30,6 @@ from rampup.rl.sizes import AGGREGATIONS, Size, Training
         (lambda p, r: None, "returned None and not a sequence of 2 numbers"),
         (lambda p, r: 1.0, "returned 1.0 and not a sequence of 2 numbers"),
         (lambda p, r: [1.0], "returned 1 rewards for 2 samples"),
-        (lambda p, r: [1.0] * 3, "returned 3 rewards for 2 samples"),
         (lambda p, r: 1 / 0, "raised ZeroDivisionError: division by zero"),
     ],
 )
