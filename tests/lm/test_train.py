@@ -20,7 +20,6 @@ from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
-EVALUATED = {"eval_interval": 6, "eval_steps": 2}
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
 DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
 SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -45,7 +44,7 @@ def losses(folder):
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
     folder = tmp_path_factory.mktemp("long")
-    return folder, train(config(folder, steps=40, enable_tensorboard=True, **EVALUATED))
+    return folder, train(config(folder, steps=40, enable_tensorboard=True, eval_interval=6, eval_steps=2))
 
 
 def test_train_learns_through_its_ramp(long_run):

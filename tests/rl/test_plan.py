@@ -7,9 +7,9 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size, Training
 
 
-def prompts(count, key=None):
+def prompts(count):
     """Return a size in prompts of the job."""
-    return Size(count=count, unit="prompts", key=key)
+    return Size(count=count, unit="prompts")
 
 
 def per_replica(count):

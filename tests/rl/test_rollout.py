@@ -167,22 +167,22 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), jax.device_get(state.params), params))
 
 
+def ppo_run(plan, reward, tx, **options):
+    """Return a rollout step of policy and critic, whose reward depends on the response alone, and its state."""
+    mesh, params = mesh_of("one"), init(jax.random.key(0))
+    options, critic = RolloutOptions(max_response_length=R, **options), (critic_of(MODEL, mesh), tx)
+    step = rollout_step(
+        MODEL, tx, plan, mesh, reward=lambda prompts, responses: list(map(reward, responses)), options=options, critic=critic
+    )
+    return step, step.create_state(params, critic_params=critic_params(MODEL, params, mesh))
+
+
 @pytest.mark.slow
 def test_ppo_learns():
     """The critic's loss on the samples of a rollout falls, and the reward, the share of token 3, rises from chance to most."""
-    mesh, plan = mesh_of("one"), plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
-    step = rollout_step(
-        MODEL,
-        optax.adam(0.01),
-        plan,
-        mesh,
-        reward=lambda prompts, responses: [response.count(3) / R for response in responses],
-        options=RolloutOptions(max_prompt_length=P, max_response_length=R),
-        critic=(critic_of(MODEL, mesh), optax.adam(0.01)),
-    )
-    params = init(jax.random.key(0))
-    state, lines = step.create_state(params, critic_params=critic_params(MODEL, params, mesh)), []
-    prompts = [[number % 12, number % 5, 1] for number in range(8)]
+    plan = plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
+    step, state = ppo_run(plan, lambda response: response.count(3) / R, optax.adam(0.01), max_prompt_length=P)
+    prompts, lines = [[number % 12, number % 5, 1] for number in range(8)], []
     for number in range(step.schedule.total_steps):
         state, metrics = step.update(state, step.schedule.at(number), lambda *_: prompts)
         lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
@@ -450,18 +450,8 @@ def test_fifty_sizes_are_one_program_per_role():
 
 def test_advantages_are_normalized_over_the_samples_that_are_kept():
     """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
-    devices, plan = mesh_of("one"), plan_of(prompts=4, mini=4, critic=True)
-    step = rollout_step(
-        MODEL,
-        optax.sgd(RATE),
-        plan,
-        devices,
-        reward=lambda prompts, responses: [float(sum(tokens)) for tokens in responses],
-        options=RolloutOptions(max_prompt_length=1, max_response_length=R, token_batch_size=2 * 2 * (R + 1)),
-        critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
-    )
-    params = init(jax.random.key(0))
-    state = step.create_state(params, critic_params=critic_params(MODEL, params, devices))
+    plan, sizes = plan_of(prompts=4, mini=4, critic=True), {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)}
+    step, state = ppo_run(plan, lambda tokens: float(sum(tokens)), optax.sgd(RATE), **sizes)
     state, metrics = step.update(state, step.schedule.at(0), lambda start, stop: [[n] for n in range(start, stop)])
     assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (2, 2)
     advantages = state.experience["advantages"][state.experience["response_mask"]]
