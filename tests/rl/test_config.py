@@ -172,9 +172,9 @@ def test_num_steps_agrees_with_counting(sizes, fraction):
             assert RolloutConfig(**keys | offers).num_steps >= 1
 
 
-MODELS = ("mini", "train_micro", "rollout_micro", "critic_mini", "critic_train_micro")
+BATCHES = ("mini", "train_micro", "rollout_micro", "critic_mini", "critic_train_micro")
 SIZES = {"batch_size": st.integers(1, 24), "num_generations": st.integers(1, 6)}
-SIZES |= {f"{of}_batch_size": st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12]) for of in MODELS}
+SIZES |= {f"{of}_batch_size": st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12]) for of in BATCHES}
 SIZES |= dict.fromkeys(("enable_critic", "pad_microbatches"), st.booleans())
 SIZES |= dict.fromkeys(("ici_tensor_parallelism", "ici_pipeline_parallelism"), st.sampled_from([1, 2]))
 
