@@ -18,17 +18,11 @@ def random_config(rng):
     """Return a configuration of `auto` that may or may not be legal, and a number of devices."""
     fsdp, stages = (int(rng.choice([1, 1, 2])) for _ in range(2))
     start = int(rng.integers(1, 9))
-    keys = {
-        "batch_size_schedule": "auto",
-        "per_device_batch_size_start": start,
-        "per_device_batch_size": start * int(rng.integers(1, 12)) + int(rng.random() < 0.1),
-        "gradient_accumulation_steps": int(rng.choice([1, 1, 2, 3])),
-        "microbatch_size": int(rng.choice([-1, -1, 1, 2])),
-        "ici_fsdp_parallelism": fsdp,
-        "ici_pipeline_parallelism": stages,
-        "num_layers_per_pipeline_stage": -1,
-        "eval_interval": -1,
-    }
+    keys = {"batch_size_schedule": "auto", "per_device_batch_size_start": start, "eval_interval": -1}
+    keys["per_device_batch_size"] = start * int(rng.integers(1, 12)) + int(rng.random() < 0.1)
+    keys["gradient_accumulation_steps"] = int(rng.choice([1, 1, 2, 3]))
+    keys["microbatch_size"] = int(rng.choice([-1, -1, 1, 2]))
+    keys |= {"ici_fsdp_parallelism": fsdp, "ici_pipeline_parallelism": stages, "num_layers_per_pipeline_stage": -1}
     return keys, fsdp * stages * int(rng.choice([1, 2, 3]))
 
 

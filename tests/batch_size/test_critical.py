@@ -13,9 +13,8 @@ from helpers.risk import Regression
 from rampup.batch_size.critical import BranchWindow, Evaluation, find_critical, is_losing, smoothed_difference
 from rampup.errors import ConfigError, RampupError
 
-MULTIPLES = (1, 2, 4, 8, 16, 32)
 BASE, ETA = 4, 0.02
-WINDOW = BranchWindow.of(BASE, MULTIPLES, 2048)
+WINDOW = BranchWindow.of(BASE, (1, 2, 4, 8, 16, 32), 2048)
 CHECKPOINTS = (20, 100, 400, 1400, 4000)
 TOLERANCES = (0.003, 0.01, 0.03, 0.1)
 

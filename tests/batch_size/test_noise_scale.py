@@ -9,27 +9,20 @@ import pytest
 from rampup.batch_size.noise_scale import NoiseScale, measured_noise, noise_trace
 from rampup.errors import ConfigError
 
+# Gaussian linear regression with a known noise scale: loss (x'theta - y)^2 / 2 at a fixed distance from the optimum.
+H, DELTA, S2 = np.array([1, 0.8, 0.5, 0.3, 0.2, 0.1]), np.random.default_rng(5).normal(size=6) * 0.7, 0.25
+SQUARED_NORM = np.sum((H * DELTA) ** 2)
+# Sigma = H delta delta' H + (delta' H delta + s2) H.
+TRACE = SQUARED_NORM + (DELTA @ (H * DELTA) + S2) * H.sum()
 
-class Regression:
-    """Gaussian linear regression with a known noise scale: loss (x'theta - y)^2 / 2 at a fixed distance from the optimum."""
 
-    def __init__(self, dim=6):
-        self.h = np.array([1, 0.8, 0.5, 0.3, 0.2, 0.1])[:dim]
-        self.delta = np.random.default_rng(5).normal(size=dim) * 0.7
-        self.s2 = 0.25
-        gradient = self.h * self.delta
-        risk = self.delta @ (self.h * self.delta) + self.s2
-        self.squared_norm = gradient @ gradient
-        # Sigma = H delta delta' H + (delta' H delta + s2) H.
-        self.trace = self.squared_norm + risk * self.h.sum()
-
-    def blocks(self, rng, weights_TJ):
-        """Return the gradient sum of each block (T, J, dim) for the numbers of tokens of the blocks."""
-        number = weights_TJ.sum()
-        x = rng.normal(size=(number, len(self.h))) * np.sqrt(self.h)
-        error = x @ self.delta + math.sqrt(self.s2) * rng.normal(size=number)
-        starts = np.concatenate([[0], np.cumsum(weights_TJ.ravel())[:-1]])
-        return np.add.reduceat(x * error[:, None], starts).reshape(*weights_TJ.shape, -1)
+def blocks(rng, weights_TJ):
+    """Return the gradient sum of each block (T, J, N) of the regression for the numbers of tokens of the blocks."""
+    number = weights_TJ.sum()
+    x = rng.normal(size=(number, len(H))) * np.sqrt(H)
+    error = x @ DELTA + math.sqrt(S2) * rng.normal(size=number)
+    starts = np.concatenate([[0], np.cumsum(weights_TJ.ravel())[:-1]])
+    return np.add.reduceat(x * error[:, None], starts).reshape(*weights_TJ.shape, -1)
 
 
 def per_step(sums_TJN, weights_TJ):
@@ -42,33 +35,31 @@ def per_step(sums_TJN, weights_TJ):
 
 def test_noise_scale_of_linear_regression_in_closed_form():
     """S, G2 and their ratio are within 2% for weights 1 to 8; the estimate that counts blocks equally is off by over 30%."""
-    problem, rng = Regression(), np.random.default_rng(1)
-    steps, J = 20_000, 8
+    rng, steps, J = np.random.default_rng(1), 20_000, 8
     weights = rng.choice([1, 8], p=[0.8, 0.2], size=(steps, J))
-    sums = problem.blocks(rng, weights)
+    sums = blocks(rng, weights)
     totals, trace, squared_norm = per_step(sums, weights)
     noise = NoiseScale(half_life_samples=1e12)
     for w, s, g in zip(totals, trace, squared_norm, strict=True):
         noise.update(samples=J, weight=w, trace=s, squared_norm=g)
-    assert noise.trace == pytest.approx(problem.trace, rel=0.02)
-    assert noise.squared_norm == pytest.approx(problem.squared_norm, rel=0.02)
-    assert noise.tokens.value == pytest.approx(problem.trace / problem.squared_norm, rel=0.02)
+    assert noise.trace == pytest.approx(TRACE, rel=0.02)
+    assert noise.squared_norm == pytest.approx(SQUARED_NORM, rel=0.02)
+    assert noise.tokens.value == pytest.approx(TRACE / SQUARED_NORM, rel=0.02)
     # McCandlish's pair with the mean weight as the small batch and the mean of the block means as the large gradient.
     small, big = weights.mean(), weights.mean() * J
     means = sums / weights[:, :, None]
     norm_small, norm_big = (means**2).sum(2).mean(), (means.mean(1) ** 2).sum(1).mean()
     textbook = ((norm_small - norm_big) / (1 / small - 1 / big)) / ((big * norm_big - small * norm_small) / (big - small))
-    assert textbook / (problem.trace / problem.squared_norm) > 1.3
+    assert textbook / (TRACE / SQUARED_NORM) > 1.3
 
 
 @pytest.mark.parametrize(("tokens", "half_life"), [((1, 9), 2_500), pytest.param((10, 20), 8_000, marks=pytest.mark.slow)])
 def test_noise_scale_interval_covers_the_truth(tokens, half_life):
     """The 90% interval has the truth in 87 to 93% of 500 runs, with blocks of few tokens and of many."""
-    problem, rng = Regression(), np.random.default_rng(3)
-    runs, steps, J = 500, 100, 8
+    rng, runs, steps, J = np.random.default_rng(3), 500, 100, 8
     weights = rng.integers(*tokens, size=(runs * steps, J))
-    totals, trace, squared_norm = (x.reshape(runs, steps) for x in per_step(problem.blocks(rng, weights), weights))
-    truth, covered = problem.trace / problem.squared_norm, 0
+    totals, trace, squared_norm = (x.reshape(runs, steps) for x in per_step(blocks(rng, weights), weights))
+    truth, covered = TRACE / SQUARED_NORM, 0
     for run in range(runs):
         noise = NoiseScale(half_life_samples=half_life)
         for w, s, g in zip(totals[run], trace[run], squared_norm[run], strict=True):

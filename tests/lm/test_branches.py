@@ -27,8 +27,6 @@ from rampup.loop.run_folder import read_lines
 # Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the second checkpoint is in the last phase.
 SETTINGS = TINY_MODEL | {"steps": 12, "checkpoint_period": 4, "batch_size_schedule": "0:8 16:16", "dropout_rate": 0.0}
 SETTINGS |= {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
-KEYS = ["step", "branches", "critical_batch_size", "bound", "batch_size_schedule"]
-BRANCH_KEYS = ["multiple", "global_batch_size", "loss", "standard_error", "stopped"]
 
 
 def train(folder, **settings):
@@ -64,8 +62,9 @@ def test_critical_json(run, work, capsys):
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert digest(run) == before
-    assert list(found) == KEYS
-    assert [list(branch) for branch in found["branches"]] == [BRANCH_KEYS] * 3
+    assert list(found) == ["step", "branches", "critical_batch_size", "bound", "batch_size_schedule"]
+    keys = ["multiple", "global_batch_size", "loss", "standard_error", "stopped"]
+    assert [list(branch) for branch in found["branches"]] == [keys] * 3
     assert (found["step"], [branch["global_batch_size"] for branch in found["branches"]]) == (12, [16, 32, 64])
     assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
     assert found["branches"][0]["standard_error"] == 0

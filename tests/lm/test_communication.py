@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import toy
 
 from rampup import create_state, make_mesh, train_step
 from rampup.lm.transformer import LanguageModel
-from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan import MeshAxes
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 ROWS_OF_A_REPLICA = 4
@@ -20,12 +21,7 @@ def communication(axes, *, sharded_loss=False):
     """Return (operation, shapes) of every communication inside and outside the loop over microbatches, and the parameters."""
     mesh, replicas = make_mesh(axes), axes.data * axes.fsdp
     model = LanguageModel(num_layers=2, width=32, mlp_dim=48, num_heads=2, num_kv_heads=2, vocab_size=64).on(mesh)
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule(f"0:{ROWS_OF_A_REPLICA * replicas} 999:{4 * ROWS_OF_A_REPLICA * replicas}"),
-        splitter=BatchSplitter(data_parallel_size=replicas),
-        num_devices=8,
-        total_steps=100,
-    )
+    plan = toy.plan_for(mesh, f"0:{ROWS_OF_A_REPLICA * replicas} 999:{4 * ROWS_OF_A_REPLICA * replicas}", steps=100)
     step = train_step(model.sharded_loss(mesh) if sharded_loss else model.loss, optax.adamw(1e-3), plan, mesh)
     params = jax.jit(model.init, out_shardings=model.shardings(mesh))(jax.random.key(0))
     row = {"tokens": np.zeros(17, np.uint8), "length": np.int32(16)}

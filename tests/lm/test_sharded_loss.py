@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import TORI
+from helpers.toy import TORI, plan_for
 
 from rampup import create_state, make_mesh, train_step
 from rampup.engine import zero
@@ -16,7 +16,7 @@ from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel
-from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan import MeshAxes
 
 SMALL = LanguageModel(num_layers=2, width=32, mlp_dim=48, num_heads=4, num_kv_heads=2, vocab_size=64)
 NUM_ROWS = 32
@@ -33,13 +33,8 @@ def run_step(model, axes, *, loss=None, devices=None, evaluates=False, **options
     """Return loss, gradient norm, new parameters and, on request, the evaluation loss of one step of SGD."""
     mesh = make_mesh(axes, devices)
     model = model.on(mesh)
-    d = axes.data * axes.fsdp
-    plan = RampPlan(
-        ramp=BatchRamp.constant(NUM_ROWS),
-        splitter=BatchSplitter(data_parallel_size=d, num_stages=axes.pipeline, microbatch_size=NUM_ROWS // (d * 2)),
-        num_devices=mesh.size,
-        total_steps=1,
-    )
+    sizes = {"num_stages": axes.pipeline, "microbatch_size": NUM_ROWS // (axes.data * axes.fsdp * 2)}
+    plan = plan_for(mesh, f"0:{NUM_ROWS}", steps=1, **sizes)
     loss = loss(model, mesh) if loss else model.sharded_loss(mesh)
     step = train_step(loss, optax.sgd(0.5), plan, mesh, **options)
     params = jax.device_put(jax.jit(SMALL.init)(jax.random.key(0)), model.shardings(mesh))

@@ -20,16 +20,14 @@ from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
-EVALUATED = {"eval_interval": 6, "eval_steps": 2}
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
 DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
 SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 
 
-def config(folder, **changes):
+def config(folder, keys=TINY | {"checkpoint_period": 100, "learning_rate_schedule_steps": 40}, **changes):
     """Return a tiny configuration that runs in the folder."""
-    own = {"checkpoint_period": 100, "learning_rate_schedule_steps": 40}
-    return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
+    return Config(base_output_directory=str(folder), run_name="run", **(keys | changes))
 
 
 def metrics(folder, name="metrics.jsonl"):
@@ -46,7 +44,7 @@ def losses(folder):
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
     folder = tmp_path_factory.mktemp("long")
-    return folder, train(config(folder, steps=40, enable_tensorboard=True, **EVALUATED))
+    return folder, train(config(folder, steps=40, enable_tensorboard=True, eval_interval=6, eval_steps=2))
 
 
 def test_train_learns_through_its_ramp(long_run):
@@ -120,11 +118,7 @@ def deep_run(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes",
-    [
-        pytest.param(STAGES, id="stages"),
-        pytest.param({"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}, id="stages_tensor"),
-    ],
+    "axes", [STAGES, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}], ids=str
 )
 def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     """Through stages, repeats and dropout, losses and evaluations are those of the model on replicas alone, to 1e-5."""
@@ -247,34 +241,29 @@ def test_replicas_exchange_the_type_that_is_configured(tmp_path):
 
 
 # A batch that follows a budget and Seesaw, and constants that follow the batch.
-FOLLOWS = {"batch_size_schedule": "0:8 10%:16 30%:32", "train_samples": 400, "seesaw_factor": 2, "seesaw_max_batch_size": 96}
-FOLLOWS |= {"batch_scaling": "sde", "checkpoint_period": 100}
-
-
-def following(folder, **changes):
-    """Return a tiny configuration whose batch follows a budget and Seesaw, and whose constants follow the batch."""
-    return Config(base_output_directory=str(folder), run_name="run", **(TINY_MODEL | FOLLOWS | changes))
+FOLLOWS = TINY_MODEL | {"batch_size_schedule": "0:8 10%:16 30%:32", "train_samples": 400, "seesaw_factor": 2}
+FOLLOWS |= {"seesaw_max_batch_size": 96, "batch_scaling": "sde", "checkpoint_period": 100}
 
 
 def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
     """One executable for five batch sizes; stopped and resumed, the same losses; other rules and budgets are refused."""
-    whole = train(following(tmp_path / "whole"))
-    plan = build_plan(following(tmp_path), 8)
+    whole = train(config(tmp_path / "whole", FOLLOWS))
+    plan = build_plan(config(tmp_path, FOLLOWS), 8)
     assert plan.ramp.sizes == (8, 16, 32, 64, 96)
     assert (whole.steps, whole.num_compilations) == (plan.total_steps, 1)
     assert whole.consumed_samples - 96 < 400 <= whole.consumed_samples
-    assert train(following(tmp_path / "stopped"), stop_after(5)).interrupted
-    assert train(following(tmp_path / "stopped")).resumed_from > 5
+    assert train(config(tmp_path / "stopped", FOLLOWS), stop_after(5)).interrupted
+    assert train(config(tmp_path / "stopped", FOLLOWS)).resumed_from > 5
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     found = {line["step"]: line["learning_rate"] for line in metrics(tmp_path / "whole")}
-    rows = phase_hyperparameters(following(tmp_path), plan)
+    rows = phase_hyperparameters(config(tmp_path, FOLLOWS), plan)
     for phase, row in zip(plan.ramp.phases, rows, strict=True):
         assert found[phase.start_step] == row["learning_rate"]
     for key, value in (("batch_scaling", "sqrt"), ("adam_b2_floor", 0.5), ("batch_scaling_reference", 16)):
         with pytest.raises(ResumeMismatchError, match=f"{key}: .* in the checkpoint"):
-            train(following(tmp_path / "stopped", **{key: value}))
+            train(config(tmp_path / "stopped", FOLLOWS, **{key: value}))
     with pytest.raises(ResumeMismatchError, match="train_samples: 400 -> 500"):
-        train(following(tmp_path / "stopped", train_samples=500))
+        train(config(tmp_path / "stopped", FOLLOWS, train_samples=500))
     assert load(tmp_path / "stopped" / "run").step == plan.total_steps
 
 
@@ -282,7 +271,7 @@ def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
 def test_rules_of_the_reference_batch_change_nothing(tmp_path):
     """With a constant batch, the scheduled constants are the given ones, and the losses those of `optax.adamw`."""
     constant = {"batch_size_schedule": "0:16", "seesaw_factor": None, "seesaw_max_batch_size": None, "train_samples": 160}
-    train(following(tmp_path / "scheduled", **constant))
-    train(following(tmp_path / "plain", **constant, batch_scaling="sqrt"))
+    train(config(tmp_path / "scheduled", FOLLOWS, **constant))
+    train(config(tmp_path / "plain", FOLLOWS, **constant, batch_scaling="sqrt"))
     scheduled, plain = ([list(line.values()) for line in metrics(tmp_path / name)] for name in ("scheduled", "plain"))
     np.testing.assert_allclose(scheduled, plain, rtol=1e-6)

@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from helpers.snippets import one_device
 from helpers.tiny import RL_TINY
 
 import rampup
@@ -22,10 +23,7 @@ def run(tmp_path_factory):
     config = RolloutConfig(
         **RL_TINY | {"num_batches": 1, "eval_interval": 100}, base_output_directory=str(folder), run_name="rl"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        devices = jax.devices()[:1]
-        patch.setattr(jax, "device_count", lambda: 1)
-        patch.setattr(jax, "devices", lambda *args: devices)
+    with one_device():
         rl.train(config)
     return folder / "rl"
 

@@ -7,9 +7,9 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size, Training
 
 
-def prompts(count, key=None):
+def prompts(count):
     """Return a size in prompts of the job."""
-    return Size(count=count, unit="prompts", key=key)
+    return Size(count=count, unit="prompts")
 
 
 def per_replica(count):
@@ -26,22 +26,10 @@ def make(batch=64, n=4, mini=16, micro=2, replicas=4, **options):
 def test_plan_numbers():
     """Prompts, samples, mini batches, passes, optimizer steps and evaluation follow from the sizes."""
     plan = make(num_steps=10, eval_prompts=12, eval_samples_per_prompt=3, generation=prompts(8))
-    expected = {
-        "prompts_per_step": 64,
-        "samples_per_step": 256,
-        "generate_calls": 8,
-        "sequences_per_generate_call": 32,
-        "mini_batches": 4,
-        "mini_batch_samples": 64,
-        "optimizer_steps": 8,
-        "accumulation_steps": 8,
-        "microbatch_size": 2,
-        "weight_syncs": 10,
-        "total_optimizer_steps": 80,
-        "eval_prompts": 12,
-        "eval_samples": 36,
-        "critic": None,
-    }
+    expected = {"prompts_per_step": 64, "samples_per_step": 256, "generate_calls": 8, "sequences_per_generate_call": 32}
+    expected |= {"mini_batches": 4, "mini_batch_samples": 64, "accumulation_steps": 8, "microbatch_size": 2}
+    expected |= {"optimizer_steps": 8, "weight_syncs": 10, "total_optimizer_steps": 80}
+    expected |= {"eval_prompts": 12, "eval_samples": 36, "critic": None}
     assert expected.items() <= plan.to_dict().items()
     rows = [(row["what"], row["number"], row["prompts"], row["samples"], row["how"]) for row in plan.to_dict()["timetable"]]
     assert rows == [
@@ -77,26 +65,21 @@ def test_plan_reports_all_problems():
     ]
 
 
+# Mini batches in prompts per replica, with 2 replicas, cannot make up 3 prompts.
+BY_REPLICA = {"policy": Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)}
+
+
 @pytest.mark.parametrize(
-    ("batch", "n", "replicas", "nearest"), [(10, 3, 8, (8, 16)), (3, 3, 8, (8,)), (7, 4, 8, (6, 8)), (12, 1, 8, (8, 16))]
+    ("batch", "n", "options", "nearest"),
+    [(10, 3, {}, (8, 16)), (3, 3, {}, (8,)), (7, 4, {}, (6, 8)), (12, 1, {}, (8, 16)), (3, 2, BY_REPLICA, (2, 4))],
 )
-def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, replicas, nearest):
-    """If not even the whole batch divides over the replicas, the error is about the batch."""
+def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, options, nearest):
+    """If not even the whole batch divides over 8 replicas, or by the unit of the mini batch, the error is about the batch."""
     with pytest.raises(BatchDivisibilityError) as caught:
-        make(batch, n, batch, 1, replicas)
+        make(batch, n, batch, 1, 8, **options)
     assert (caught.value.key, caught.value.nearest) == ("rollout_batch", nearest)
     for count in nearest:
-        make(count, n, count, 1, replicas)
-
-
-def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
-    """Mini batches in prompts per replica, with 2 replicas, cannot make up 3 prompts. The error is about the batch."""
-    policy = Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)
-    with pytest.raises(BatchDivisibilityError) as caught:
-        make(batch=3, n=2, policy=policy)
-    assert (caught.value.key, caught.value.nearest) == ("rollout_batch", (2, 4))
-    for count in caught.value.nearest:
-        make(batch=count, n=2, policy=policy)
+        make(count, n, count, 1, 8, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tests of rampup.rl.rollout, rampup.rl.losses and rampup.rl.policy."""
 
-import contextlib
 import itertools
 from dataclasses import replace
 
@@ -28,14 +27,12 @@ init = jax.jit(MODEL.init)
 P, R, EPSILON, BETA, RATE = 3, 4, 0.2, 0.1, 0.01
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def float64():
     """Compute in float64."""
     jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", False)
 
 
 def params64():
@@ -153,40 +150,39 @@ def value_loss_by_hand(params, tokens, places, old, returns):
 @pytest.mark.parametrize(
     ("mesh", "sizes"), [("data", {"microbatch": None}), ("one", {"microbatch": Size(count=11, unit="tokens", scope="replica")})]
 )
-def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
+def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes, float64):
     """In float64 to 1e-9, padded and packed, with values on both sides of both limits; the policy's parameters stay."""
-    with float64():
-        devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
-        params, arrays = params64(), stored(plan.samples_per_step, critic=True)
-        step, critic = step_of(devices, plan, arrays=arrays, value_epsilon=EPSILON), critic64(params)
-        state, metrics = step.update(step.create_state(params, critic_params=critic), step.schedule.at(0), lambda *_: [])
-        # The value before a token is that of the token before it.
-        counts, prompt = arrays["response_mask"], (arrays["attention_mask"].sum(1) - arrays["response_mask"].sum(1))
-        rows, numbers = np.nonzero(counts)
-        places = rows, prompt[rows] - 1 + numbers
-        args = arrays["tokens"], places, arrays["values"][counts], arrays["returns"][counts]
-        loss, grads = jax.jit(jax.value_and_grad(value_loss_by_hand))(critic, *args)
-        assert_close(moved(critic, jax.device_get(state.critic_params)), grads, 1e-9)
-        assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), jax.device_get(state.params), params))
+    devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
+    params, arrays = params64(), stored(plan.samples_per_step, critic=True)
+    step, critic = step_of(devices, plan, arrays=arrays, value_epsilon=EPSILON), critic64(params)
+    state, metrics = step.update(step.create_state(params, critic_params=critic), step.schedule.at(0), lambda *_: [])
+    # The value before a token is that of the token before it.
+    counts, prompt = arrays["response_mask"], (arrays["attention_mask"].sum(1) - arrays["response_mask"].sum(1))
+    rows, numbers = np.nonzero(counts)
+    places = rows, prompt[rows] - 1 + numbers
+    args = arrays["tokens"], places, arrays["values"][counts], arrays["returns"][counts]
+    loss, grads = jax.jit(jax.value_and_grad(value_loss_by_hand))(critic, *args)
+    assert_close(moved(critic, jax.device_get(state.critic_params)), grads, 1e-9)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), jax.device_get(state.params), params))
+
+
+def ppo_run(plan, reward, tx, **options):
+    """Return a rollout step of policy and critic, whose reward depends on the response alone, and its state."""
+    mesh, params = mesh_of("one"), init(jax.random.key(0))
+    options, critic = RolloutOptions(max_response_length=R, **options), (critic_of(MODEL, mesh), tx)
+    step = rollout_step(
+        MODEL, tx, plan, mesh, reward=lambda prompts, responses: list(map(reward, responses)), options=options, critic=critic
+    )
+    return step, step.create_state(params, critic_params=critic_params(MODEL, params, mesh))
 
 
 @pytest.mark.slow
 def test_ppo_learns():
     """The critic's loss on the samples of a rollout falls, and the reward, the share of token 3, rises from chance to most."""
-    mesh, plan = mesh_of("one"), plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
-    step = rollout_step(
-        MODEL,
-        optax.adam(0.01),
-        plan,
-        mesh,
-        reward=lambda prompts, responses: [response.count(3) / R for response in responses],
-        options=RolloutOptions(max_prompt_length=P, max_response_length=R),
-        critic=(critic_of(MODEL, mesh), optax.adam(0.01)),
-    )
-    params = init(jax.random.key(0))
-    state, lines = step.create_state(params, critic_params=critic_params(MODEL, params, mesh)), []
-    prompts = [[number % 12, number % 5, 1] for number in range(8)]
+    plan = plan_of(prompts=8, samples=4, mini=4, epochs=2, critic=True, steps=30)
+    step, state = ppo_run(plan, lambda response: response.count(3) / R, optax.adam(0.01), max_prompt_length=P)
+    prompts, lines = [[number % 12, number % 5, 1] for number in range(8)], []
     for number in range(step.schedule.total_steps):
         state, metrics = step.update(state, step.schedule.at(number), lambda *_: prompts)
         lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
@@ -221,29 +217,28 @@ CASES += [
 
 
 @pytest.mark.parametrize(("mesh", "modes", "sizes"), CASES, ids=str)
-def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes):
+def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
     """However a mini batch is split, padded or packed, on every kind of mesh, for every aggregation; one program.
 
     SGD shows the gradients of all mini batches of a rollout, in float64 to 1e-9.
     """
     rungs = sizes.get("rungs", 4)
-    with float64():
-        devices, plan = mesh_of(mesh), plan_of(mesh, **{name: size for name, size in sizes.items() if name != "rungs"})
-        arrays, placed = stored(plan.samples_per_step), jax.device_put(params64(), MODEL.shardings(devices))
-        step = step_of(devices, plan, arrays=arrays, rungs=rungs)
-        for mode in modes:
-            step.options = replace(step.options, loss_agg_mode=mode)
-            state = step.create_state(placed)
-            step._steps["policy"]._returned = None, 0
-            for number in range(plan.policy_updates.num_mini_batches):
-                before = jax.device_get(state.params)
-                state, metrics = step.update(state, step.schedule.at(number), lambda *_: [])
-                rows = next(mini_batches(plan, step=0, seed=0, start=number)).rows
-                loss, grads = by_hand(before, arrays, rows, mode)
-                assert_close(moved(before, jax.device_get(state.params)), grads, 1e-9)
-                assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
-                assert metrics["aux"]["clip_fraction"] > 0
-        assert step.compilations["update"] == 1
+    devices, plan = mesh_of(mesh), plan_of(mesh, **{name: size for name, size in sizes.items() if name != "rungs"})
+    arrays, placed = stored(plan.samples_per_step), jax.device_put(params64(), MODEL.shardings(devices))
+    step = step_of(devices, plan, arrays=arrays, rungs=rungs)
+    for mode in modes:
+        step.options = replace(step.options, loss_agg_mode=mode)
+        state = step.create_state(placed)
+        step._steps["policy"]._returned = None, 0
+        for number in range(plan.policy_updates.num_mini_batches):
+            before = jax.device_get(state.params)
+            state, metrics = step.update(state, step.schedule.at(number), lambda *_: [])
+            rows = next(mini_batches(plan, step=0, seed=0, start=number)).rows
+            loss, grads = by_hand(before, arrays, rows, mode)
+            assert_close(moved(before, jax.device_get(state.params)), grads, 1e-9)
+            assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
+            assert metrics["aux"]["clip_fraction"] > 0
+    assert step.compilations["update"] == 1
 
 
 # --- steps of varying size ---
@@ -370,65 +365,63 @@ class ByHand:
     ],
     ids=str,
 )
-def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(mesh, groups, sizes, critic, per_pass):
+def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(mesh, groups, sizes, critic, per_pass, float64):
     """Of 24 prompts, `sizes` are kept, or as many refilled: from 1 to 24 passes, by all aggregations; one program for all."""
-    with float64():
-        microbatch = Size(count=per_pass, unit="samples")
-        plan = plan_of(mesh, prompts=24, mini=24, microbatch=microbatch, pad=True, critic=critic, steps=len(sizes))
-        first = 0
-        run = ByHand(mesh, plan, teaches=lambda n: teaching(n), zero_spread_groups=groups)
-        for number, size in enumerate(sizes):
-            mode = AGGREGATIONS[number % 4]
-            run.step.options = replace(run.step.options, loss_agg_mode=mode)
-            teaching = lambda n, first=first, size=size: (n - first) * size % 24 < size  # noqa: E731
-            (line,) = run.rollout()
-            run.queue = trained = run.queue[:24]
-            assert line["num_prompts"] == len(trained) == (24 if groups == "refill" else size)
-            assert (line["num_samples"], line["global_batch_size"]) == (2 * len(trained),) * 2
-            first += 24 if groups == "drop" else line["dropped_groups"] + 24
-            assert line["consumed_prompts"] == first
-            assert line["consumed_samples"] == 2 * first
-            run.assert_gradient(trained, mode)
-            run.queue = []
-        models = 2 if critic else 1
-        assert run.step.compilations == {"generate": 1, "logprobs": models, "update": models}
+    microbatch = Size(count=per_pass, unit="samples")
+    plan = plan_of(mesh, prompts=24, mini=24, microbatch=microbatch, pad=True, critic=critic, steps=len(sizes))
+    first = 0
+    run = ByHand(mesh, plan, teaches=lambda n: teaching(n), zero_spread_groups=groups)
+    for number, size in enumerate(sizes):
+        mode = AGGREGATIONS[number % 4]
+        run.step.options = replace(run.step.options, loss_agg_mode=mode)
+        teaching = lambda n, first=first, size=size: (n - first) * size % 24 < size  # noqa: E731
+        (line,) = run.rollout()
+        run.queue = trained = run.queue[:24]
+        assert line["num_prompts"] == len(trained) == (24 if groups == "refill" else size)
+        assert (line["num_samples"], line["global_batch_size"]) == (2 * len(trained),) * 2
+        first += 24 if groups == "drop" else line["dropped_groups"] + 24
+        assert line["consumed_prompts"] == first
+        assert line["consumed_samples"] == 2 * first
+        run.assert_gradient(trained, mode)
+        run.queue = []
+    models = 2 if critic else 1
+    assert run.step.compilations == {"generate": 1, "logprobs": models, "update": models}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("partial", ["train", "drop", "carry"])
 @pytest.mark.parametrize("budget", [None, 60])
-def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget):
+def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float64):
     """By prompts and by tokens: the groups of every update are those by hand, in order, and none is lost or read twice."""
-    with float64():
-        mini = 24 if budget else 4
-        plan = plan_of("data", prompts=24, mini=mini, microbatch=Size(count=2, unit="samples"), pad=True, steps=6)
-        sizes = {"zero_spread_groups": "drop", "partial_step": partial, "token_batch_size": budget}
-        run = ByHand("data", plan, teaches=lambda n: n % 7 < 3, shuffle_seed=None, **sizes)
-        for _ in range(6):
-            waiting = len(run.queue)
-            lines, generated = run.rollout(), sum(len(part.tokens) // 2 for part in run.seen)
-            full = len(run.queue) - len(run.queue) % mini
-            if budget:
-                tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
-                full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
-            trained = len(run.queue) if partial == "train" and not budget else full
-            if partial == "train" and budget and not full:
-                trained = len(run.queue)
-            assert sum(line["num_prompts"] for line in lines) == trained
-            assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
-            for number, line in enumerate(lines):
-                groups = run.queue[number * mini : min((number + 1) * mini, trained)]
-                assert line["num_prompts"] == len(groups)
-                if groups:
-                    queue, run.queue = run.queue, groups
-                    run.assert_gradient(groups, "token-mean", number)
-                    run.queue = queue
-                else:
-                    jax.tree.map(np.testing.assert_array_equal, *run.before[number])
-            rest = len(run.queue) - trained if partial == "carry" else 0
-            assert lines[0]["dropped_groups"] == waiting + generated - trained - rest
-            run.queue = run.queue[trained : trained + rest]
-        assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    mini = 24 if budget else 4
+    plan = plan_of("data", prompts=24, mini=mini, microbatch=Size(count=2, unit="samples"), pad=True, steps=6)
+    sizes = {"zero_spread_groups": "drop", "partial_step": partial, "token_batch_size": budget}
+    run = ByHand("data", plan, teaches=lambda n: n % 7 < 3, shuffle_seed=None, **sizes)
+    for _ in range(6):
+        waiting = len(run.queue)
+        lines, generated = run.rollout(), sum(len(part.tokens) // 2 for part in run.seen)
+        full = len(run.queue) - len(run.queue) % mini
+        if budget:
+            tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
+            full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
+        trained = len(run.queue) if partial == "train" and not budget else full
+        if partial == "train" and budget and not full:
+            trained = len(run.queue)
+        assert sum(line["num_prompts"] for line in lines) == trained
+        assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
+        for number, line in enumerate(lines):
+            groups = run.queue[number * mini : min((number + 1) * mini, trained)]
+            assert line["num_prompts"] == len(groups)
+            if groups:
+                queue, run.queue = run.queue, groups
+                run.assert_gradient(groups, "token-mean", number)
+                run.queue = queue
+            else:
+                jax.tree.map(np.testing.assert_array_equal, *run.before[number])
+        rest = len(run.queue) - trained if partial == "carry" else 0
+        assert lines[0]["dropped_groups"] == waiting + generated - trained - rest
+        run.queue = run.queue[trained : trained + rest]
+    assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
 def plain_run(plan, reward, **options):
@@ -457,18 +450,8 @@ def test_fifty_sizes_are_one_program_per_role():
 
 def test_advantages_are_normalized_over_the_samples_that_are_kept():
     """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
-    devices, plan = mesh_of("one"), plan_of(prompts=4, mini=4, critic=True)
-    step = rollout_step(
-        MODEL,
-        optax.sgd(RATE),
-        plan,
-        devices,
-        reward=lambda prompts, responses: [float(sum(tokens)) for tokens in responses],
-        options=RolloutOptions(max_prompt_length=1, max_response_length=R, token_batch_size=2 * 2 * (R + 1)),
-        critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
-    )
-    params = init(jax.random.key(0))
-    state = step.create_state(params, critic_params=critic_params(MODEL, params, devices))
+    plan, sizes = plan_of(prompts=4, mini=4, critic=True), {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)}
+    step, state = ppo_run(plan, lambda tokens: float(sum(tokens)), optax.sgd(RATE), **sizes)
     state, metrics = step.update(state, step.schedule.at(0), lambda start, stop: [[n] for n in range(start, stop)])
     assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (2, 2)
     advantages = state.experience["advantages"][state.experience["response_mask"]]

@@ -8,19 +8,10 @@ from rampup.rl.config import RolloutConfig, build_rollout_schedule
 
 def test_schedule_counts_every_optimizer_step_once():
     """Steps are those of the plans, the critic's before the policy's, over stages of growing batches."""
-    config = RolloutConfig(
-        batch_size=16,
-        batch_size_schedule="0:4 2:8 5:16",
-        num_generations=4,
-        num_generations_schedule="0:2 3:4",
-        num_batches=7,
-        mini_batch_size=4,
-        train_micro_batch_size=2,
-        num_iterations=2,
-        enable_critic=True,
-        critic_num_iterations=1,
-    )
-    schedule = build_rollout_schedule(config, 1)
+    sizes = {"batch_size": 16, "num_generations": 4, "num_batches": 7, "mini_batch_size": 4, "train_micro_batch_size": 2}
+    growth = {"batch_size_schedule": "0:4 2:8 5:16", "num_generations_schedule": "0:2 3:4"}
+    critic = {"num_iterations": 2, "enable_critic": True, "critic_num_iterations": 1}
+    schedule = build_rollout_schedule(RolloutConfig(**sizes, **growth, **critic), 1)
     seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
     for rollout, (batch, responses) in enumerate([(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]):
         for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):

@@ -15,13 +15,11 @@ from rampup.rl.starting_sizes import SYSTEMS, suggest
         ("trlx", "125M", "125M-1B", (32, 128, 128, None), (32, 128, 16, 4), False),
         ("trlx", "1B", "125M-1B", (32, 128, 128, None), (8, 64, 16, 4), False),
         ("trlx", "1000000001", "6B", (4, 128, 16, None), (4, 64, 16, 4), True),
-        ("trlx", "6B", "6B", (4, 128, 16, None), (4, 64, 16, 4), False),
         ("trlx", "6.1B", "20B", (1, 16, 4, 2), (1, 16, 4, 2), True),
         ("trlx", "70B", "20B", (1, 16, 4, 2), (1, 16, 4, 2), True),
         ("skyrl", "125M", "0.5B-3B", (512, 128, 2, 8, 4), None, True),
         ("skyrl", "3B", "0.5B-3B", (512, 128, 2, 8, 4), None, False),
         ("skyrl", "3000000001", "7B-14B", (256, 64, 1, 8, 8), None, True),
-        ("skyrl", "14B", "7B-14B", (256, 64, 1, 8, 8), None, False),
         ("skyrl", "70B", "70B+", (128, 32, 1, 4, 16), None, False),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from helpers import processes
+from helpers import processes, snippets
 from helpers.runs import assert_same_run, metrics_of, state_of
 from helpers.tiny import RL_TINY as TINY
 
@@ -24,10 +24,7 @@ from rampup.show.series import RunMetrics
 @pytest.fixture(autouse=True, scope="module")
 def one_device():
     """Run on the first of the simulated devices."""
-    devices = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_count", lambda: 1)
-        patch.setattr(jax, "devices", lambda *args: devices)
+    with snippets.one_device():
         yield
 
 
@@ -72,17 +69,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
     assert found == [(rollout, "policy", update) for rollout in range(3) for update in range(4)]
 
 
-AUTO = {
-    "batch_size": 8,
-    "batch_size_schedule": "0:2 auto",
-    "measure_gradient_noise": True,
-    "num_generations": 4,
-    "mini_batch_size": -1,
-    "num_batches": 40,
-    "warm_start_steps": 0,
-    "eval_interval": -1,
-    "checkpoint_period": 7,
-}
+AUTO = {"batch_size": 8, "batch_size_schedule": "0:2 auto", "measure_gradient_noise": True, "num_generations": 4}
+AUTO |= {"mini_batch_size": -1, "num_batches": 40, "warm_start_steps": 0, "eval_interval": -1, "checkpoint_period": 7}
 
 
 @pytest.mark.slow
@@ -171,8 +159,7 @@ def test_metrics_show_what_the_plan_knows(whole):
     parts = {"generation": "generation_seconds", "scoring": "scoring_seconds", "update": "update_seconds"}
     for name, key in parts.items():
         assert summary.seconds_by_part[name] == pytest.approx(sum(line[key] for line in lines[3::4]), abs=2e-3)
-    assert summary.reward_first == lines[0]["reward"]
-    assert summary.reward_last == lines[-1]["reward"]
+    assert (summary.reward_first, summary.reward_last) == (lines[0]["reward"], lines[-1]["reward"])
     evals = list(read_lines(folder / "eval.jsonl"))
     assert [line["step"] for line in evals] == [-1, 3, 7, 11]
     assert [line["consumed_samples"] for line in evals] == [0, 8, 16, 24]

@@ -60,23 +60,14 @@ def test_loss_and_gradient_are_tunix(mode):
         if not hasattr(config, name):
             setattr(config, name, value)
 
-    def theirs(model):
-        return algo.grpo_loss_fn(model, example, config, pad_id=0, eos_id=V)[0]
-
-    loss, grads = nnx.value_and_grad(theirs)(model)
+    theirs = nnx.value_and_grad(lambda model: algo.grpo_loss_fn(model, example, config, pad_id=0, eos_id=V)[0])
+    loss, grads = theirs(model)
 
     policy, params = split_policy(model)
-    rows = loss_rows(
-        {
-            "tokens": tokens,
-            "prompt_length": np.full(S, P),
-            "response_length": lengths,
-            "log_probabilities": old,
-            "reference_log_probabilities": reference,
-            "advantages": np.where(counts, advantages[:, None], 0),
-        },
-        loss_agg_mode=mode,
-    )
+    arrays = {"tokens": tokens, "prompt_length": np.full(S, P), "response_length": lengths}
+    arrays |= {"log_probabilities": old, "reference_log_probabilities": reference}
+    arrays |= {"advantages": np.where(counts, advantages[:, None], 0)}
+    rows = loss_rows(arrays, loss_agg_mode=mode)
     loss_fn = grpo_loss(policy, epsilon=EPSILON, beta=BETA)
 
     def ours(params):

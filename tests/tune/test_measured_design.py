@@ -18,6 +18,7 @@ from rampup.tune.measured_design import Measurements
 LENGTH = 128
 DIMS, BLOCKS, ROWS = 200, 4, 4
 BATCH = BLOCKS * ROWS
+CONFIG = rampup.Config(batch_size_schedule="0:16", steps=1000)
 
 
 def measured_steps(rng, truth, steps):
@@ -61,8 +62,7 @@ def test_design_keeps_what_is_at_least(tmp_path):
     rng = np.random.default_rng(1)
     steps = [*measured_steps(rng, 20.0, 100), *measured_steps(rng, 1e9, 900)]
     folder = write_run(tmp_path / "run", steps)
-    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
-    found = rampup.design_ramp(config, folder, num_devices=1, train_tokens=10**7, max_batch=256)
+    found = rampup.design_ramp(CONFIG, folder, num_devices=1, train_tokens=10**7, max_batch=256)
     assert found["noise_scale_start"] == pytest.approx(20, rel=0.3)
     assert found["noise_scale_start_high"] < 40
     assert found["noise_scale_end_low"] > 1000
@@ -113,8 +113,7 @@ def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
     points = Measurements.read([run], rampup.Config()).noise
     assert [point[2:] for point in points] == [(32.0, 0.0, 64.0), (64.0, 64.0, 128.0), (128.0, 128.0, math.inf)]
     assert [point.is_bound for point in points] == [True, False, True]
-    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
-    found = rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7, max_batch=256)
+    found = rampup.design_ramp(CONFIG, run, num_devices=1, train_tokens=10**7, max_batch=256)
     assert all(any(f"{relation} a number" in note for note in found["notes"]) for relation in ("at least", "at most"))
     write_critical(run, "step-300-a").write_text('{"step": 300}')
     with pytest.raises(RampupError, match=r"result\.json is not a result of `rampup critical`"):
@@ -139,11 +138,10 @@ def test_damaged_metrics_are_refused_in_words(key, value, tmp_path, capsys):
     """The error names the run, the step, the key and the value, which is shortened."""
     rng = np.random.default_rng(0)
     run = write_run(tmp_path / "run", measured_steps(rng, 20.0, 40), change=lambda number: {key: value} if number == 30 else {})
-    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
     with pytest.raises(RampupError, match=f"run, step 30 of its metrics.jsonl: .*{key}=") as caught:
-        rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7)
+        rampup.design_ramp(CONFIG, run, num_devices=1, train_tokens=10**7)
     assert len(str(caught.value)) < 300
     if value is HUGE and key == "global_batch_size":
-        (run / "config.yml").write_text(run_yaml(config, num_devices=1, run_name="run"))
+        (run / "config.yml").write_text(run_yaml(CONFIG, num_devices=1, run_name="run"))
         assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 2
         assert f"{key}=1000" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Tests of rampup.tune.programs."""
 
+import itertools
 from fractions import Fraction
 from unittest import mock
 
@@ -54,15 +55,10 @@ def test_take_turns_runs_steps_equally_often():
 @pytest.mark.parametrize("overhead", [0, 0.25, 3])
 def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
     """Times made by `predicted_time`, plus a constant for the optimizer, return the overhead."""
-    stages, times = 4, {}
-    for b in (1, 2, 8):
-        times[b] = [
-            (
-                num_ticks(stages, m, repeats),
-                0.5 + 0.01 * float(predicted_time(m, b, num_stages=stages, num_repeats=repeats, overhead=Fraction(overhead))),
-            )
-            for m in (4, 8, 16)
-        ]
+    times = {b: [] for b in (1, 2, 8)}
+    for b, m in itertools.product(times, (4, 8, 16)):
+        seconds = float(predicted_time(m, b, num_stages=4, num_repeats=repeats, overhead=Fraction(overhead)))
+        times[b].append((num_ticks(4, m, repeats), 0.5 + 0.01 * seconds))
     assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(overhead, abs=1e-6)
 
 

@@ -168,12 +168,6 @@ def programs():
     return Programs(Config(**TUNED), jax.devices()[:1])
 
 
-def gib_for(usable):
-    """Return the memory in GiB of which this many bytes are usable."""
-    limit = math.ceil(usable / (1 - MARGIN))
-    return f"{limit}/{GIB}"
-
-
 def test_find_largest_is_exact_on_both_sides(programs):
     """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
@@ -189,7 +183,8 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
     settings = command_line(TUNED | {"enable_rampup_batch_size": False})
-    assert main(["tune", "base.yml", *settings, "--memory-gib", gib_for(needs), "--devices", "1", "--json"]) == 0
+    memory = f"--memory-gib={math.ceil(needs / (1 - MARGIN))}/{GIB}"
+    assert main(["tune", "base.yml", *settings, memory, "--devices", "1", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert "error" not in facts
     assert (facts["largest_microbatch"], facts["next_larger"]) == (2, 4)
