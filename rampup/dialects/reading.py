@@ -257,7 +257,7 @@ def resolve_reference(value: Any, name: str, located: Mapping[str, Located], def
     Raises:
         ConfigError: the reference is circular, or to a key without a value.
     """
-    for _ in range(_MAX_HOPS):
+    for _ in range(_MAX_HOPS + 1):
         match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             return value

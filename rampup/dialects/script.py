@@ -618,7 +618,7 @@ class _Reader:
                 del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
             case "cd":
                 folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
-                path = os.path.normpath(os.path.join(self.get("PWD"), folder))
+                path = os.path.normpath(os.path.join(self.folder, folder))
                 self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
             case "unset":
                 for word in rest:
@@ -697,7 +697,7 @@ class _Reader:
                 settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
                 raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
             # The working directory may be one of another machine.
-            pwd, found = self.get("PWD"), list[tuple[str, str]]()
+            pwd, found = self.folder, list[tuple[str, str]]()
             for directory in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
                 for up in map(str, self.path.absolute().parents):
                     start = os.path.normpath(os.path.join(up, directory))
@@ -741,6 +741,12 @@ class _Reader:
         return True
 
     # Variables and expansions.
+
+    @property
+    def folder(self) -> str:
+        """The working directory: `.` where the run begins, and also after `unset PWD`."""
+        found: str = self.get("PWD")
+        return "." if found == _mark("PWD", _UNSET) else found
 
     def get(self, name: str, key: str | None = None) -> Any:
         """Return the value of a parameter: text, a list, or the marker of one that is not set."""
@@ -873,7 +879,7 @@ class _Reader:
     def print_path(self, text: str) -> str | None:
         """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
         rows = _Parser(text, 0).script() if _PATHS.match(text) else []
-        folder, result = self.get("PWD"), None
+        folder, result = self.folder, None
         for _, _, pipe in rows:
             name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
             operands = [word for word in rest if not word.startswith("-")]

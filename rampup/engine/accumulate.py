@@ -292,8 +292,8 @@ class AccumulatedLoss:
                 # the axes is already the sum over it: a loss that takes shards leaves that with its own reduce-scatters, which
                 # are the derivatives of its gathers.
                 groups: dict[tuple[str, ...], list[int]] = {names: []}
-                for index, sharding in enumerate(jax.tree.leaves(shardings) or [None] * len(leaves)):
-                    used = axes_of(sharding)
+                all_used = [axes_of(sharding) for sharding in jax.tree.leaves(shardings)] or [set[str]()] * len(leaves)
+                for index, (_, used) in enumerate(zip(leaves, all_used, strict=True)):
                     if left := tuple(name for name in names if name not in used):
                         groups.setdefault(left, []).append(index)
                 # The other sums travel with the gradients that are summed over all axes.

@@ -264,8 +264,7 @@ def loop_gradients(maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *arg
         return jax.lax.fori_loop(0, number, run, (sums, zeros))  # type: ignore[no-any-return]
 
     # MaxText's own code, in which `jax.lax.scan` is the function above. Its module stays as it is.
-    lax = types.SimpleNamespace(**{**vars(jax.lax), "scan": scan})
-    own = types.SimpleNamespace(**{**vars(jax), "lax": lax})
+    own = _With(jax, lax=_With(jax.lax, scan=scan))
     loss, aux, grads = types.FunctionType(maxtexts.__code__, {**maxtexts.__globals__, "jax": own})(loss_fn, config, *args)
     ratio = config.gradient_accumulation_steps / jnp.maximum(number, 1)
     loss += (ratio - 1) * sum(aux[name] for name in LOSSES)
@@ -360,6 +359,16 @@ class RampLoader:
 
         batch = jax.tree.map(take, first, second)
         return {**batch, "targets_segmentation": jnp.where((index >= 0)[:, None], batch["targets_segmentation"], 0)}
+
+
+class _With:
+    """A module in which some names have other values."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self.__dict__.update(others, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -68,18 +68,27 @@ class DataHooks(hooks.DataHooks):
     """Gives Tunix's trainer the rows of the microbatch that it has reached. A resumed trainer reads no row that it has seen.
 
     Args:
-        rows, plan, mesh: see `rampup.microbatches`.
+        rows, plan, mesh, seed, num_epochs: see `rampup.microbatches`.
         eval_batches: batches of an evaluation, which begins at the first one each time. The trainer evaluates if its `train`
             also gets an `eval_ds` that is not empty: give it the same batches.
-        options: of `rampup.microbatches`, such as `seed` and `num_epochs`.
     """
 
-    def __init__(self, rows: Any, plan: RampPlan, mesh: Mesh, *, eval_batches: Iterable[Any] = (), **options: Any) -> None:
-        self.rows, self.plan, self.mesh, self.options = rows, plan, mesh, options
+    def __init__(
+        self,
+        rows: Any,
+        plan: RampPlan,
+        mesh: Mesh,
+        *,
+        seed: int | None = None,
+        num_epochs: int | None = None,
+        eval_batches: Iterable[Any] = (),
+    ) -> None:
+        self.rows, self.plan, self.mesh = rows, plan, mesh
+        self.order = {"seed": seed, "num_epochs": num_epochs}
+        self.eval_batches = eval_batches
         self._train: Iterator[Any] = iter(())
         self._next: int | None = None  # the microbatch that `_train` yields next; None before the first
-        # After the batches of each evaluation comes None.
-        self._eval = itertools.chain.from_iterable(itertools.chain(eval_batches, [None]) for _ in itertools.count())
+        self._eval: Iterator[Any] | None = None
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
         """Return the microbatch of the trainer's iteration, or None after the last one of the plan."""
@@ -88,14 +97,18 @@ class DataHooks(hooks.DataHooks):
             step, within = locate(self.plan, train_ctx.iter_steps)
             self._train = iter(())
             if step < self.plan.total_steps:
-                batches = microbatches(self.rows, self.plan, self.mesh, start=step, **self.options)
+                batches = microbatches(self.rows, self.plan, self.mesh, start=step, **self.order)
                 self._train = itertools.islice(batches, within, None)
         self._next += 1
         return next(self._train, None)
 
     def load_next_eval_batch(self, train_ctx: Any) -> Any:  # noqa: ARG002
         """Return the next batch of an evaluation, or None after the last one."""
-        return next(self._eval)
+        self._eval = iter(self.eval_batches) if self._eval is None else self._eval
+        batch = next(self._eval, None)
+        if batch is None:
+            self._eval = None
+        return batch
 
 
 def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> DataHooks:

@@ -207,8 +207,8 @@ class Loop:
         if rate is not None and saved.step < self.plan.total_steps:
             lines = read_lines_backwards(self.folder / METRICS_FILE)
             last = next((line for line in lines if line["step"] <= step), {})
-            before, after = last.get("learning_rate") if last.get("step") == step else None, rate(step)
-            if before is not None and not math.isclose(before, after, rel_tol=1e-6):
+            before = last.get("learning_rate") if last.get("step") == step else None
+            if before is not None and not math.isclose(before, after := rate(step), rel_tol=1e-6):
                 length = found.get(SCHEDULE_STEPS)
                 length = None if length == self._schedule_steps else length
                 self.on_event(
@@ -237,30 +237,25 @@ class Loop:
             DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
         """
         began = time.perf_counter()
-        try:
-            with (
-                own_run(self.folder),
-                Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
-                stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
-                contextlib.closing(
-                    Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
-                ) as metrics,
-            ):
-                length = self.metrics.tokens_per_sample
-                self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
-                done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
-                interrupted = done < plan.total_steps
-                self._flush(metrics)
-                # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
-                can_save = failure is None or jax.process_count() == 1
-                if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
-                    self._save(checkpoints, plan, done, state, metrics)
-                checkpoints.wait()
-        except KeyboardInterrupt:
-            # A second Ctrl-C has ended the run in the middle of a step. The last checkpoint is written by now.
-            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
-            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
-            raise
+        with (
+            own_run(self.folder),
+            self._report_abort(),
+            Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
+            stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
+            contextlib.closing(
+                Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
+            ) as metrics,
+        ):
+            length = self.metrics.tokens_per_sample
+            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
+            done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
+            interrupted = done < plan.total_steps
+            self._flush(metrics)
+            # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
+            can_save = failure is None or jax.process_count() == 1
+            if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
+                self._save(checkpoints, plan, done, state, metrics)
+            checkpoints.wait()
         if failure is not None:
             raise failure
         saved = checkpoints.latest
@@ -283,6 +278,16 @@ class Loop:
             first_eval_loss=first_eval.get("eval_loss"),
             final_eval_loss=last_eval.get("eval_loss"),
         )
+
+    @contextlib.contextmanager
+    def _report_abort(self) -> Iterator[None]:
+        """Report a second Ctrl-C, which ends the run in the middle of a step, when the last checkpoint is written."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
+            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
+            raise
 
     def _train(
         self, state: Any, start: int, stop_requested: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import itertools
 import json
 import os
 import re
@@ -257,11 +256,11 @@ def run_folder(base: str, name: str) -> Path:
         ConfigError: the folder cannot be created.
     """
     new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
+    for number in range(1, 1000):
         folder = as_path(base) / (name or (new if number == 1 else f"{new}-{number}"))
         try:
             folder.mkdir(parents=True, exist_ok=bool(name))
-            break
+            return folder
         except FileExistsError:
             if name:
                 raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
@@ -269,7 +268,7 @@ def run_folder(base: str, name: str) -> Path:
             raise ConfigError(
                 f"cannot make the folder {folder}: {error.strerror or error}", key="base_output_directory"
             ) from None
-    return folder
+    raise ConfigError(f"no free folder name in {base}", key="run_name")
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:

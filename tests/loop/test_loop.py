@@ -224,6 +224,8 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
         seen.append(event)
         if isinstance(event, StopRequested):
             answered.set()
+        if isinstance(event, RunAborted):
+            assert (tmp_path / LOCK_FILE).exists()
         if isinstance(event, StepDone) and event.step == 6:
             signal.raise_signal(signal.SIGINT)
             assert answered.wait(30)

@@ -82,3 +82,6 @@ def test_run_folder_of_a_name_is_found_again(tmp_path):
     with pytest.raises(ConfigError, match="cannot make the folder") as caught:
         run_folder(str(tmp_path / "file"), "x")
     assert caught.value.key == "base_output_directory"
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="no free folder name in "):
+        run_folder(str(tmp_path / "link"), "")
