@@ -74,7 +74,6 @@ def build_plan(
     is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
     overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
-    num_layers = config.base_num_decoder_layers
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
     # that is refused has no known number of replicas: the ramp is then checked without its splitter.
@@ -87,11 +86,7 @@ def build_plan(
             overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
     known = axes or MeshAxes()
     with _collected(problems, config):
-        repeats, per_stage = config.num_pipeline_repeats, config.num_layers_per_pipeline_stage
-        if per_stage == AUTO:
-            per_stage = max(num_layers // (known.pipeline * max(repeats, 1)), 1)
-        shape = {"num_stages": known.pipeline, "num_layers_per_stage": per_stage, "num_repeats": repeats}
-        num_repeats = pipeline_repeats(num_layers=num_layers, **shape)
+        num_repeats = _num_repeats(config, known.pipeline)
     with _collected(problems, config):
         minimizes = measured is not None or config.rampup_microbatch == "per_phase"
         splitter = BatchSplitter(
@@ -109,11 +104,7 @@ def build_plan(
         )
     with _collected(problems, config):
         if is_auto and reserved_sizes is None and splitter:
-            shape = {"num_devices": num_devices, "gradient_accumulation_steps": config.gradient_accumulation_steps}
-            unfixed = replace(splitter, microbatch_size=AUTO)
-            bounds = ("per_device_batch_size_start", "per_device_batch_size")
-            start, largest = (global_batch_size(getattr(config, key), **shape, key=key, splitter=unfixed) for key in bounds)
-            reserved_sizes = auto_sizes(start, largest)
+            reserved_sizes = _auto_sizes(config, num_devices, splitter)
         if ramp is None and not (is_auto and reserved_sizes is None):
             ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
@@ -125,14 +116,9 @@ def build_plan(
         with _collected(eval_problems, config):
             eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
     closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
-    fixed_sizes = not is_auto and config.batch_size_schedule is not None and config.seesaw_factor is None
     refused = any(isinstance(problem, BatchDivisibilityError) for problem in [*problems, *eval_problems])
-    if axes and splitter and ramp is None and refused and fixed_sizes:
-        # The batches of a schedule do not follow the devices: other numbers of devices may run them.
-        with contextlib.suppress(RampupError):
-            wanted = ramp_from_config(config, num_devices, budget=budget)
-            numbers = _numbers_that_can(config, wanted, num_devices, functools.partial(build_plan, config, ramp=wanted))
-            closing = f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
+    if axes and splitter and ramp is None and refused:
+        closing = _devices_of_schedule(config, num_devices)
     if problems:
         raise_together([*problems, *eval_problems], closing)
     assert axes is not None
@@ -140,7 +126,7 @@ def build_plan(
     assert ramp is not None
 
     if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        most = pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages)
+        most = pipeline_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
         rules = (replace(splitter, num_repeats=number) for number in divisors(most))
         splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
 
@@ -291,6 +277,37 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     """
     groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
     return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
+
+
+def _num_repeats(config: Config, num_stages: int) -> int:
+    num_layers, repeats = config.base_num_decoder_layers, config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
+    if per_stage == AUTO:
+        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
+    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+
+
+def _auto_sizes(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
+    """Return the sizes of `batch_size_schedule: auto`."""
+    unfixed, factor = replace(splitter, microbatch_size=AUTO), config.gradient_accumulation_steps
+    start, largest = (
+        global_batch_size(
+            getattr(config, key), num_devices=num_devices, gradient_accumulation_steps=factor, key=key, splitter=unfixed
+        )
+        for key in ("per_device_batch_size_start", "per_device_batch_size")
+    )
+    return auto_sizes(start, largest)
+
+
+def _devices_of_schedule(config: Config, num_devices: int) -> str:
+    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
+    if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
+        return ""
+    with contextlib.suppress(RampupError):
+        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config))
+        numbers = _numbers_that_can(config, ramp, num_devices, functools.partial(build_plan, config, ramp=ramp))
+        return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
+    return ""
 
 
 def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:

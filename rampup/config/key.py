@@ -86,40 +86,24 @@ class Key:
             return "none"
         if isinstance(value, bool) and "off" in self.choices:
             return "on" if value else "off"  # as YAML reads these words without quotes
-        if value is None and self.nullable:
-            return None
+        if value is None:
+            if self.nullable:
+                return None
+            raise self._error(name, "null")
         converted = _convert(self.kind, value)
-        shown, hint, nearest = "", "", list[Any]()  # of a refused value
         if converted is None:
-            shown = "null" if value is None else repr(value)[:100]
-            # `nearest` are the legal values that the value may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5.
+            hint = ""
             if self.kind in ("text", "name") and isinstance(value, bool | int | float):
-                hint, nearest = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}", [str(value)]
-            elif name == "batch_size_schedule" and isinstance(value, list | Mapping):
+                hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
+            if name == "batch_size_schedule" and isinstance(value, list | Mapping):
                 hint = ', such as "0:768 250B:1536 500B:3072"'
-            elif self.kind in ("int", "size") and isinstance(value, int | float) and abs(value) > MAX_COUNT:
+            if self.kind in ("int", "size") and isinstance(value, int | float) and abs(value) > MAX_COUNT:
                 hint = ", at most 10**18"
-            elif self.kind == "bool":
-                nearest = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
-            elif isinstance(value, str | float) and (meant := _convert("size", value)) is not None:
-                nearest = [float(meant)] if self.kind == "float" else sorted({math.floor(meant), math.ceil(meant)})
-            nearest = [candidate for candidate in nearest if self.allows(candidate)]
-        elif self.choices and converted not in self.choices:
-            shown, nearest = repr(converted), [*self.choices]
-        elif isinstance(converted, int | float | Fraction) and not isinstance(converted, bool) and converted not in self.also:
-            number, limit = converted, None
-            if (self.minimum is not None and number < self.minimum) or (self.above is not None and number <= self.above):
-                limit = self.minimum
-                if limit is None and self.above is not None and self.kind == "size":
-                    limit = self.above + 1
-            elif (self.maximum is not None and number > self.maximum) or (self.below is not None and number >= self.below):
-                limit = self.maximum
-            else:
-                return converted
-            shown = f"{float(number):g}" if isinstance(number, Fraction) else str(number)
-            nearest = [*self.also, *([] if limit is None else [int(limit) if limit == int(limit) else limit])]
-        if shown:
-            raise ConfigError(f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest)
+            raise self._error(name, repr(value)[:100], hint, nearest=self._guesses(value))
+        if self.choices and converted not in self.choices:
+            raise self._error(name, repr(converted), nearest=self.choices)
+        if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool) and converted not in self.also:
+            self._check_limits(name, converted)
         return converted
 
     def allows(self, value: object) -> bool:
@@ -129,6 +113,30 @@ class Key:
         except ConfigError:
             return False
         return True
+
+    def _check_limits(self, name: str, value: float | Fraction) -> None:
+        low = (self.minimum is not None and value < self.minimum) or (self.above is not None and value <= self.above)
+        high = (self.maximum is not None and value > self.maximum) or (self.below is not None and value >= self.below)
+        if low or high:
+            limit = self.minimum if low else self.maximum
+            if limit is None and low and self.above is not None and self.kind == "size":
+                limit = self.above + 1
+            nearest = [*self.also, *([] if limit is None else [int(limit) if limit == int(limit) else limit])]
+            raise self._error(name, f"{float(value):g}" if isinstance(value, Fraction) else str(value), nearest=nearest)
+
+    def _guesses(self, value: object) -> list[Any]:
+        """Return the legal values that a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5."""
+        candidates: list[Any] = []
+        if self.kind in ("text", "name"):
+            candidates = [str(value)] if isinstance(value, bool | int | float) else []
+        elif self.kind == "bool":
+            candidates = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
+        elif isinstance(value, str | float) and (number := _convert("size", value)) is not None:
+            candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
+        return [candidate for candidate in candidates if self.allows(candidate)]
+
+    def _error(self, name: str, shown: str, hint: str = "", nearest: Any = ()) -> ConfigError:
+        return ConfigError(f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest)
 
 
 def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any) -> Any:

@@ -252,7 +252,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     )
             self._manager.save(step, args=arguments, force=True)
 
-        return self._attempt(write) and (self._options.async_checkpointing or self.wait())
+        if not self._attempt(write):
+            return False
+        return self._options.async_checkpointing or self.wait()
 
     def wait(self) -> bool:
         """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
