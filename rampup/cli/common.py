@@ -19,11 +19,12 @@ from rich.console import Console
 from rampup.config.build import build_plan, with_slices
 from rampup.config.load import COMMAND_LINE, load_config, names_in
 from rampup.config.schema import KEYS, Config
+from rampup.engine.tpu_options import tpu_options
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.plan import RampPlan
-from rampup.plan.topology import Topology, tpu_options
+from rampup.plan.topology import Topology
 
 if TYPE_CHECKING:
     from rampup.rl.config import RolloutConfig

@@ -18,9 +18,10 @@ ARGUMENTS = {"key": arg("KEY", "a key of base.yml or rl.yml, or the word topolog
 def run(args: argparse.Namespace, console: object) -> Result:
     """Explain a key, or list the topologies."""
     if args.key == "topology":
+        from rampup.engine.tpu_options import topology_facts
         from rampup.plan.topology import known_topologies
 
-        rows = [topology.to_dict() for topology in known_topologies()]
+        rows = [topology_facts(topology) for topology in known_topologies()]
 
         def show(console: Console) -> None:
             titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]

@@ -1,91 +1,34 @@
 """Gradient accumulation: the sum over the microbatches of a step, and `optax.MultiSteps` with a k that follows the ramp.
 
-A replica is a group of devices that together have the parameters once: those with the same place on the data axis. Each adds up
-the gradients of its own rows in a loop whose bound is an argument, and the replicas exchange the sums once, after it. To the
-compiler, the data axis is therefore manual, or mapped where XLA cannot do that (`BatchAxes.are_mapped`).
+Each replica adds up the gradients of its own rows in a loop whose bound is an argument, and the replicas exchange the sums
+once, after it (see `rampup.engine.replicas`).
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch: all of them outside of `jax.shard_map`, and those of one
-replica or device inside.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch: all of them outside of `rampup.engine.replicas`, and
+those of one replica or device inside.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from rampup.engine.mesh import (
-    STAGE,
-    BatchAxes,
-    auto_view,
-    axes_of,
-    constrain,
-    has_convolutions,
-    own_constraints,
-    with_whole_operands,
-)
-from rampup.engine.totals import (
-    Sums,
-    Totals,
-    accumulator,
-    accumulator_type,
-    cast_for_exchange,
-    differing_leaves,
-    fill,
-    floating,
-    has_integers,
-    is_floating,
-    safe_reciprocal,
-)
-from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
-from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
+from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature
+from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constraints
+from rampup.engine.replicas import Replicas
+from rampup.engine.totals import Sums, Totals, accumulator, fill, floating, has_integers, is_floating, safe_reciprocal
+from rampup.engine.zero import is_scattered
+from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.plan.plan import RampPlan
 
 # What Flax calls the part of the parameters of its float8 layers whose gradients are new values.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.engine.step.train_step`.
-LossFn = Callable[..., tuple[Any, ...]]
-# (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A step runs their product. Without
-# stages, only the product matters.
-Counts = tuple[jax.Array, jax.Array]
-
-
-@runtime_checkable
-class SummableLoss(Protocol):
-    """A loss with a method that adds it up over the microbatches of a step, which is all that a training step calls.
-
-    `AccumulatedLoss` makes one of a loss function; `rampup.engine.pipeline.PipelinedLoss` spreads its layers over stages. To
-    replace its batch axes, `train_step` needs a dataclass with a field `batch_axes`.
-    """
-
-    def check(self, mesh: Mesh, engine: str) -> None:
-        """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
-
-    def sums_and_grads(
-        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
-    ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
-
-        Integers among the parameters have no gradient, but None in its place. If `totals.mutable` or `totals.noise` is given,
-        the sums have a new `mutable`, or the squares of the gradients. A loss that differentiates `totals.scaled(loss)` undoes
-        the scale with `totals.finalize`; one that does neither is right too. `param_shardings` are the shardings that the
-        gradients get: those of the parameters, or with ZeRO-1 those of each replica's part.
-        """
-
-    def eval_sums(
-        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
-    ) -> Sums:
-        """Return the sums without gradients. `mutable` is read, not carried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +115,8 @@ class AccumulatedLoss:
         loss_of = _loss_of(self.loss_fn, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
-        def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals, *, mapped: Any = None) -> Sums:
-            """Return the sums of all replicas, or of one if `mapped` names the axes over which `jax.vmap` maps."""
+        def sum_up(reduce: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
+            """Return the sums over the rows of a replica, as `reduce` leaves them."""
             trained, others = _split_trained(params) if has_grads else (params, None)
 
             def sums_of(results: Any) -> Sums:
@@ -190,122 +133,20 @@ class AccumulatedLoss:
                 added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
                 return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
-            with own_constraints(mapped or ()):
-                first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
-                if has_one:
-                    with jax.named_scope("microbatch"):
-                        sums = sums_of(loss_of(*first))
-                else:
-                    # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
-                    shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first))._replace(mutable=None)
-                    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-                    # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-                    zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
-                    zeros = zeros._replace(mutable=totals.mutable if has_grads else None)
-                    # A while loop in the program: its bound is an argument, so one executable serves every number.
-                    sums = jax.lax.fori_loop(0, number, add, zeros)
-            return self._reduce(sums, totals, shardings, mesh) if mapped is None else sums
+            first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
+            if has_one:
+                with jax.named_scope("microbatch"):
+                    return reduce(sums_of(loss_of(*first)), totals)
+            # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
+            shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first))._replace(mutable=None)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
+            zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
+            zeros = zeros._replace(mutable=totals.mutable if has_grads else None)
+            # A while loop in the program: its bound is an argument, so one executable serves every number.
+            return reduce(jax.lax.fori_loop(0, number, add, zeros), totals)
 
-        return self._per_replica(replica_sums, shardings, mesh)
-
-    def _per_replica(self, replica_sums: Callable[..., Sums], shardings: Any, mesh: Mesh) -> Callable[..., Sums]:
-        """Return a function that runs `replica_sums` on the rows of every replica, with the same arguments; see `summation`.
-
-        With `param_shardings` it runs on every device's own rows, and on its own part of the parameters. All reduced sums,
-        except for gradients with `shardings` that split them, must be equal on all replicas.
-        """
-        axes, takes_shards = BatchAxes.of(mesh, self.batch_axes), self.param_shardings is not None
-        if axes.num_replicas(mesh) == 1 and not takes_shards:
-            return replica_sums
-        # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
-        # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes
-        # stay automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler
-        # does well.
-        #
-        # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the
-        # parameters, which do not vary, would then be reduced where it is computed: inside the loop again.
-        manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
-        whole, rows = PartitionSpec(), PartitionSpec(None, axes.rows if takes_shards else axes.replica)
-        param_specs = manual_specs(self.param_shardings, mesh, manual) if takes_shards else whole
-        is_split = takes_shards or is_scattered(shardings, axes)
-        grad_specs = manual_specs(shardings, mesh, manual) if is_split else whole
-        manually = functools.partial(
-            jax.shard_map,
-            mesh=auto_view(mesh),
-            axis_names=manual,
-            out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
-            check_vma=False,
-        )
-        all_manual = manually(with_whole_operands(replica_sums, mesh, manual), in_specs=(param_specs, rows, rows, whole, whole))
-        if takes_shards or not axes.are_mapped(mesh):
-            return all_manual
-        # Where the partitioner cannot do that well (see `are_mapped`), only the reduction is manual. The sums of the replicas
-        # are arrays (*replicas, ...), sharded over the replicas: the memory and the collectives are the same.
-        n, sizes = len(axes.replica), [mesh.shape[name] for name in axes.replica]
-        mapped_sums: Callable[..., Sums] = functools.partial(replica_sums, mapped=axes.replica)
-        for name in reversed(axes.replica):
-            in_axes = (None, 1, 1, None, None)
-            mapped_sums = jax.vmap(mapped_sums, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)
-
-        def by_replica(x_KR: jax.Array) -> jax.Array:
-            """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
-            x = x_KR.reshape(x_KR.shape[0], *sizes, -1, *x_KR.shape[2:])
-            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - n)
-            return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *axes.replica, *others)))
-
-        def reduce_own(sums: Sums, totals: Totals) -> Sums:
-            return self._reduce(jax.tree.map(lambda x: x.reshape(x.shape[n:]), sums), totals, shardings, mesh)
-
-        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
-            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
-            closed = None
-            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
-            with contextlib.suppress(NotImplementedError):
-                closed, shapes = jax.make_jaxpr(mapped_sums, return_shape=True)(*mapped)
-            # Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes
-            # wrongly when it partitions it.
-            if closed is None or has_convolutions(closed):
-                return all_manual(params, batch_KR, keys_KR, number, totals)
-            leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
-            sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-            return manually(reduce_own, in_specs=(PartitionSpec(*axes.replica), whole))(sums, totals)
-
-        return run
-
-    def _reduce(self, sums: Sums, totals: Totals, shardings: Any, mesh: Mesh) -> Sums:
-        """Return the sums over all replicas. Call it inside a function that is manual over their axes."""
-        axes = BatchAxes.of(mesh, self.batch_axes)
-        # The mesh axes over which the sums of the loss function still have to be added up.
-        names = axes.replica if self.param_shardings is None else axes.rows
-        names = tuple(name for name in names if mesh.shape[name] > 1)
-        if not names:
-            return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
-        with jax.named_scope("reduce"):
-            # The one collective over the data axis: after the loop, once per optimizer step.
-            grads = cast_for_exchange(sums.grads, self.reduction_dtype, mesh)
-            if is_scattered(shardings, axes):
-                grads = reduce_gradients(grads, shardings, mesh, axes)
-                reduced = totals.aggregate(sums._replace(grads=None), names)
-            else:
-                leaves, structure = jax.tree.flatten(grads)
-                # Axes left to sum over -> the indices of the leaves. One psum for each. A gradient that is sharded along one of
-                # the axes is already the sum over it: a loss that takes shards leaves that with its own reduce-scatters, which
-                # are the derivatives of its gathers.
-                groups: dict[tuple[str, ...], list[int]] = {names: []}
-                all_used = [axes_of(sharding) for sharding in jax.tree.leaves(shardings)] or [set[str]()] * len(leaves)
-                for index, (_, used) in enumerate(zip(leaves, all_used, strict=True)):
-                    if left := tuple(name for name in names if name not in used):
-                        groups.setdefault(left, []).append(index)
-                # The other sums travel with the gradients that are summed over all axes.
-                reduced = totals.aggregate(sums._replace(grads=[leaves[index] for index in groups[names]]), names)
-                for left, members in groups.items():
-                    parts = reduced.grads if left == names else jax.lax.psum([leaves[index] for index in members], left)
-                    for index, part in zip(members, parts, strict=True):
-                        leaves[index] = part
-                grads = jax.tree.unflatten(structure, leaves)
-            # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
-            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
-            return reduced._replace(grads=constrain_leaves(grads, shardings))
+        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
 
 
 def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
@@ -470,103 +311,6 @@ def _loss_of(
     return loss_of
 
 
-def check_results(
-    results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
-) -> tuple[Any, Any, Any, Any]:
-    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract.
-
-    With `keeps_mutable=False` (evaluation), the new `mutable` is discarded and may have any structure.
-    """
-    carries = len(args) > 3
-    loss, weight, aux, *carried = unpack_results(results, carries)
-    check_aux(aux, lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2], args[1:3])
-    for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
-        shape, dtype = np.shape(value), jnp.result_type(value)
-        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            kind = "floating-point" if len(kinds) == 1 else "real"
-            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
-    if carries and keeps_mutable:
-        leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
-        changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
-        was, now = jax.tree.structure(args[3]), jax.tree.structure(carried[0])
-        if changes or was != now:
-            change = changes[0] if changes else f"it was {was} and is {now}"
-            raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
-    return loss, weight, aux, carried[0] if carries else None
-
-
-def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
-    """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
-    if problem := signature_problem(loss_fn, number):
-        raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
-
-
-def signature_problem(function: Callable[..., Any], number: int) -> str | None:
-    """Return why a function cannot be called with a number of arguments, or None."""
-    try:
-        inspect.signature(function).bind(*[None] * number)
-    except ValueError:
-        pass  # A callable without a signature, such as a built-in one.
-    except TypeError as error:
-        return str(error)
-    return None
-
-
-def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
-    """Refuse `aux`, the result for some `rows`, if it has a value for each: a step would add up rows of different microbatches.
-
-    A dimension as long as the microbatch proves nothing: there may be as many classes. But if it is that of the rows, `aux_of`
-    makes it twice as long for twice as many rows.
-    """
-    sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
-    if not sizes:
-        return
-    R = jax.tree.leaves(rows)[0].shape[0]
-    if all(size % R for size in sizes):
-        return
-    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows)
-    try:
-        other = dict(jax.tree.leaves_with_path(jax.eval_shape(aux_of, twice)))
-    except Exception:  # noqa: BLE001 - a loss function for one number of rows; the step runs it with no other
-        return
-    for path, leaf in jax.tree.leaves_with_path(aux):
-        if path in other and other[path].shape != np.shape(leaf):
-            name, found, more = f"aux{jax.tree_util.keystr(path)}", list(np.shape(leaf)), list(other[path].shape)
-            raise ConfigError(
-                f"{name} of the loss function has values for single rows: its shape is {found} for {R} rows and {more} for "
-                f"{2 * R}. A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)",
-                key="loss_fn",
-            )
-
-
-def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
-    """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
-    if not isinstance(results, (tuple, list)):
-        is_array = np.isscalar(results) or hasattr(results, "shape")
-        kind = ("one array" if np.shape(results) else "a scalar") if is_array else f"{a_type(results)}"
-        raise _contract_error(f"returned {kind} and not a tuple", carries)
-    if len(results) != 3 + carries:
-        raise _contract_error(f"returned {len(results)} results and not {3 + carries}", carries)
-    return tuple(results)
-
-
-def _contract_error(problem: str, carries: bool) -> ConfigError:
-    more, why = (", mutable", ", because the state has `mutable`") if carries else ("", "")
-    return ConfigError(
-        f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
-        ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
-        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
-        key="loss_fn",
-    )
-
-
 def take(tree: Any, i: Any) -> Any:
     """Return entry i of every array along its first axis, such as microbatch i of arrays (K, R, ...)."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
-
-
-def constrain_leaves(tree: Any, shardings: Any) -> Any:
-    """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
-    if shardings is None:
-        return tree
-    return jax.tree.map(lambda x, sharding: x if sharding.is_fully_replicated else constrain(x, sharding), tree, shardings)

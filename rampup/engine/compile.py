@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.experimental
 
-from rampup.plan.topology import tpu_options
+from rampup.engine.tpu_options import tpu_options
 
 Lower = Callable[[], Any]
 BACKGROUND_NICENESS = 10

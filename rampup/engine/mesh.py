@@ -13,15 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.plan import RampPlan
 
-# What these compute is manual over all axes, or has a compiler of its own.
-_OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
 DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
 AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)
 
@@ -86,15 +83,6 @@ class BatchAxes:
         is manual.
         """
         return {*self.replica, *(str(name) for name, size in mesh.shape.items() if size == 1)}
-
-    def are_mapped(self, mesh: Mesh) -> bool:
-        """Return whether a training step maps over the replicas by `jax.vmap`, instead of making their axes manual.
-
-        That is so if two or more other axes have several devices, which XLA cannot partition well beside a manual one. See
-        `with_whole_operands`, which has its price: a table that tensor shards is gathered.
-        """
-        others = [name for name, size in mesh.shape.items() if size > 1 and name not in self.replica]
-        return self.num_replicas(mesh) > 1 and len(others) > 1
 
 
 def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -248,6 +236,13 @@ def constrain(x: jax.Array, sharding: Any) -> jax.Array:
         return _with_sharding_constraint(x, kept)
 
 
+def constrain_leaves(tree: Any, shardings: Any) -> Any:
+    """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
+    if shardings is None:
+        return tree
+    return jax.tree.map(lambda x, sharding: x if sharding.is_fully_replicated else constrain(x, sharding), tree, shardings)
+
+
 def manual_size(name: str) -> int:
     """Return the number of devices along an axis that is manual in the function that is traced here, else 1."""
     context = jax.sharding.get_abstract_mesh()
@@ -369,83 +364,3 @@ def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) 
 def process_rows(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> np.ndarray:
     """Return the rows of a microbatch that this process must have."""
     return rows_of_processes(mesh, num_rows, axes)[jax.process_index()]
-
-
-def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
-    """Return `run`, to be called in a `shard_map` that is manual over `manual`, in a form that XLA can partition.
-
-    With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
-    grouped convolutions wrongly. So `run` is traced, and the operands of these operations are made whole: replicated over those
-    axes. The trace must have the backward pass already, because the gradient of a sort, for one, is a gather too.
-    """
-    if sum(size > 1 and name not in manual for name, size in mesh.shape.items()) < 2:
-        return run
-
-    def rewritten(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
-    return rewritten
-
-
-def has_convolutions(value: Any) -> bool:
-    """Return whether a jaxpr, or a parameter of an operation, contains a convolution."""
-    if isinstance(value, tuple):
-        return any(map(has_convolutions, value))
-    jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-    return isinstance(jaxpr, Jaxpr) and any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolutions, eqn.params.values())) for eqn in jaxpr.eqns
-    )
-
-
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """Evaluate a jaxpr, with whole operands in it and in all jaxprs that it contains."""
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(v) for v in eqn.invars]
-        if name in ("custom_jvp_call", "custom_vjp_call"):
-            # Its rule is not needed any more.
-            inner = eqn.params["call_jaxpr"]
-            outputs = _evaluate(inner.jaxpr, inner.consts, inputs, mesh)
-        else:
-            params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
-            bound = eqn.primitive.bind(*_whole(name, params, inputs, mesh), **params)
-            outputs = list(bound) if eqn.primitive.multiple_results else [bound]
-            # Their results have the dimensions of the first operand, so what makes that one whole fits them.
-            if name.startswith("scatter") or name == "conv_general_dilated":
-                outputs = _whole(name, params, [*outputs, *inputs[1:]], mesh)[:1]
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:
-    """Return the inputs of an operation, with those whole that XLA cannot partition. Batch dimensions stay as they are."""
-    if name == "conv_general_dilated" and max(params["feature_group_count"], params["batch_group_count"]) > 1:
-        return [constrain(x, NamedSharding(auto_view(mesh), PartitionSpec())) for x in inputs]
-    # With a single index, it is a slice, as that of the loops over microbatches and layers.
-    if (name == "gather" or name.startswith("scatter")) and inputs[1].ndim > 1:
-        operand, batching = inputs[0], params["dimension_numbers"].operand_batching_dims
-        free = PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(free if k in batching else None for k in range(operand.ndim)))
-        return [constrain(operand, NamedSharding(auto_view(mesh), spec)), *inputs[1:]]
-    return inputs
-
-
-def _rewrite(value: Any, mesh: Mesh) -> Any:
-    """Return a parameter of an operation, with whole operands in its jaxprs."""
-    if isinstance(value, tuple):
-        is_jaxprs = any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value)
-        return tuple(_rewrite(x, mesh) for x in value) if is_jaxprs else value
-    if isinstance(value, ClosedJaxpr):
-        avals = [v.aval for v in value.jaxpr.invars]
-        return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args, mesh))(*avals)
-    if isinstance(value, Jaxpr):
-        closed = _rewrite(ClosedJaxpr(value, ()), mesh)
-        assert not closed.consts
-        return closed.jaxpr
-    return value

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import LossFn, check_signature, unpack_results
+from rampup.engine.contract import LossFn, check_signature, unpack_results
 from rampup.engine.mesh import BatchAxes
 from rampup.engine.state import TrainState, create_state
 from rampup.errors import ConfigError, a_type

@@ -71,10 +71,12 @@ import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.engine.accumulate import Counts, check_aux, constrain_leaves, signature_problem, take
+from rampup.engine.accumulate import take
+from rampup.engine.contract import Counts, check_aux, signature_problem
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, own_constraints, with_whole_operands
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints
 from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.whole import with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
 from rampup.plan.numbers import nearest_multiples
@@ -161,7 +163,9 @@ def pipeline_sums(
     """
     if totals.mutable is not None:
         raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
-    check_shapes(loss, params, *rows, mesh, measures_noise=totals.noise is not None)
+    # As in the program below, a `jax.shard_map` of the loss finds the mesh.
+    with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
+        check_shapes(loss, params, *rows, mesh, measures_noise=totals.noise is not None)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, totals: Totals) -> Sums:
         stage = Stage(loss, layers, shared, rows, mesh, totals, param_shardings)

@@ -14,7 +14,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import SummableLoss
+from rampup.engine.contract import SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, shardings_like
 from rampup.engine.processes import wait_for_all
 from rampup.engine.zero import scattered_shardings

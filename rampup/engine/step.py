@@ -23,9 +23,10 @@ import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.batch_size.noise_scale import noise_problems
-from rampup.engine.accumulate import LossFn, SummableLoss, multi_steps, random_key, summable
+from rampup.engine.accumulate import multi_steps, random_key, summable
 from rampup.engine.batch import Batch, BufferLayout, layout_of, put_batch, row_size, stop_step
 from rampup.engine.compile import Compiler
+from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import check_arguments, check_state, check_step_number, shardings_of
@@ -40,9 +41,6 @@ from rampup.plan.timetable import num_ticks
 ENGINES = ("fused", "multi_steps")
 # How many phases ahead of the current one programs are compiled in the background.
 PHASES_AHEAD = 2
-# The functions behind `TrainStep.batches` and `TrainStep.stream`. `rampup.data.batches` puts them here when it is imported, so
-# that the engine does not import what reads data. `rampup.train_step` imports it.
-READERS: dict[str, Callable[..., Iterator[Batch]]] = {}
 
 
 def train_step(
@@ -259,9 +257,21 @@ class TrainStep:
             stop: the step to stop before; None = the end of the plan.
             seed, num_epochs, num_threads, read_ahead: see `step_batches`.
         """
-        order = {"start": int(start), "stop": stop, "seed": seed, "num_epochs": num_epochs}
-        reading = {"num_threads": num_threads, "read_ahead": read_ahead, **self._batch_options}
-        return _reader("batches")(source, self._plan, self._mesh, **order, **reading)
+        # Imported here: the engine needs nothing that reads data.
+        from rampup.data.batches import step_batches
+
+        return step_batches(
+            source,
+            self._plan,
+            self._mesh,
+            start=int(start),
+            stop=stop,
+            seed=seed,
+            num_epochs=num_epochs,
+            num_threads=num_threads,
+            read_ahead=read_ahead,
+            **self._batch_options,
+        )
 
     def stream(
         self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool = False
@@ -274,8 +284,11 @@ class TrainStep:
             stop: the step to stop before; None = the end of the plan, or of the source.
             batched: the source yields arrays (rows, ...) of any number of rows.
         """
-        options = {"start": int(start), "stop": stop, "batched": batched, **self._batch_options}
-        return _reader("stream")(source, self._plan, self._mesh, **options)
+        from rampup.data.batches import stream_batches
+
+        return stream_batches(
+            source, self._plan, self._mesh, start=int(start), stop=stop, batched=batched, **self._batch_options
+        )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
         """Return the batch of one optimizer step, from arrays that already contain its rows.
@@ -369,7 +382,7 @@ class TrainStep:
 
     @property
     def _batch_options(self) -> dict[str, Any]:
-        """The options of all `READERS` for this step."""
+        """The options of `batches` and `stream` for this step."""
         return {"batch_axes": self._batch_axes, "chunk_size": self._chunk_size, "split_for": self.split_for}
 
     def _check(self, state: Any, batch: Batch) -> None:
@@ -505,12 +518,6 @@ class TrainStep:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
             self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
         return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
-
-
-def _reader(name: str) -> Callable[..., Iterator[Batch]]:
-    if name not in READERS:
-        raise ConfigError("the engine reads no data: make the step with rampup.train_step, or import rampup.data.batches")
-    return READERS[name]
 
 
 def _rows(split: BatchSplit) -> int:

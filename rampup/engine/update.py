@@ -1,6 +1,6 @@
 """The mathematics of a training step: what a compiled program computes from a state and rows.
 
-How a loss sums itself over the microbatches is its own business (`rampup.engine.accumulate.SummableLoss`): one after the
+How a loss sums itself over the microbatches is its own business (`rampup.engine.contract.SummableLoss`): one after the
 other, or through the stages of a pipeline.
 
 Shape suffixes: K microbatches of the input, R rows of one microbatch over all replicas.
@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.engine.accumulate import Counts, SummableLoss, per_row_keys, random_key
+from rampup.engine.accumulate import per_row_keys, random_key
+from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
@@ -74,7 +75,7 @@ class Update:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
                 problem = f"`sums_and_grads` of {type(loss).__name__} does not use `totals.noise`"
-                fix, key = "see rampup.engine.accumulate.SummableLoss", "measure_gradient_noise"
+                fix, key = "see rampup.engine.contract.SummableLoss", "measure_gradient_noise"
                 raise ConfigError(f"{key}=true: {problem}; {fix}", key=key, nearest=(False,))
             else:
                 with jax.named_scope("gradient_noise"):

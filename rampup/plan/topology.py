@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from rampup.errors import ConfigError
@@ -208,7 +207,6 @@ class Topology:
             "peak_flops": chip.peak_flops / chip.devices,
             "hbm_bandwidth": chip.hbm_bandwidth / chip.devices,
             "ici_bandwidth": chip.ici_bandwidth / chip.devices,
-            "compiler_options": tpu_options(chip.name),
             "source": chip.source,
         }
 
@@ -232,25 +230,6 @@ def _error(message: str, *nearest: str) -> ConfigError:
     return ConfigError(message, key="topology", nearest=nearest)
 
 
-# Options of the TPU compiler with which `rampup train` compiles its programs. They change how a program communicates and when,
-# not what it computes. Programs were compiled for these chips with them, not run on them.
-
-# Layouts in which the reduce-scatter of a gradient needs no transpose and no padding. Without them the compiler exchanges
-# padded buffers, or reduces whole gradients and slices them.
-_SCATTER = {
-    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
-    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
-    "xla_tpu_assign_all_reduce_scatter_layout": "true",
-}
-# Collectives run on the SparseCores, asynchronously, while the TensorCore computes.
-_SPARSE_CORE = {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-}
-# v5e has no SparseCores. There the latency-hiding scheduler and asynchronous fusions of collectives are the compiler's default.
-TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {"v5e": _SCATTER, "v5p": _SCATTER | _SPARSE_CORE, "v6e": _SCATTER | _SPARSE_CORE}
-)
 # Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that occurs in a device's kind counts.
 _GPU_PEAK_FLOPS = {
     "GB200": 2500e12,
@@ -278,21 +257,3 @@ def peak_flops(device_kind: str) -> float | None:
         if device_kind in chip.kinds:
             return chip.peak_flops / chip.devices
     return next((peak for name, peak in _GPU_PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_kind)), None)
-
-
-def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
-    """Return the options for a TPU generation; none for another device.
-
-    Args:
-        kind: the compiler's name of the generation, such as `v5p`, or JAX's name of the device.
-        flags: the value of `LIBTPU_INIT_ARGS`. Options that it sets are left out, so that the user's value counts.
-
-    Example:
-        >>> sorted(tpu_options("TPU v5 lite")) == sorted(tpu_options("v5e")), tpu_options("cpu")
-        (True, {})
-        >>> "xla_tpu_assign_all_reduce_scatter_layout" in tpu_options("v5e", "--xla_tpu_assign_all_reduce_scatter_layout=false")
-        False
-    """
-    names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
-    generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
-    return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}

@@ -27,6 +27,7 @@ import jax
 
 from rampup.engine.compile import compile_for_tpu
 from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory
+from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.inspection.account import Account, account_of
 from rampup.inspection.hlo import Program
@@ -175,7 +176,7 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
         "format": _FORMAT,
         "versions": [compiler_version(), jax.__version__, jax.lib.__version__],
         "flags": {name: os.environ.get(name, "") for name in _FLAGS},
-        "topology": target.topology.to_dict(),
+        "topology": topology_facts(target.topology),
         "hbm_bytes": target.hbm_bytes,
         "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
     }

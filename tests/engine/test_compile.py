@@ -11,7 +11,8 @@ import pytest
 from helpers import processes
 
 from rampup.engine.compile import Compiler, compile_for_tpu, compile_program
-from rampup.plan.topology import tpu_options
+from rampup.engine.tpu_options import TPU_OPTIONS, tpu_options
+from rampup.plan.topology import CHIPS
 
 
 def lowering(function, *args):
@@ -184,3 +185,9 @@ def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(monk
         compile_for_tpu(Lowered(), "v5e", {"mine": "1"})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1")
     assert compile_for_tpu(Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}) == {"xla_tpu_max_hbm_size_mib": "1"}
+
+
+def test_options_of_a_chip_are_those_of_its_devices():
+    """The generations with options are chips, and each name that JAX gives their devices has the same options."""
+    assert set(TPU_OPTIONS) <= set(CHIPS)
+    assert all(tpu_options(kind) == tpu_options(chip.name) for chip in CHIPS.values() for kind in chip.kinds)

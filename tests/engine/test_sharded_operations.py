@@ -88,7 +88,27 @@ def ragged(p, b):
     return jax.lax.ragged_dot(x[jnp.argsort(chosen)], p["kernel"], jnp.bincount(chosen, length=4))
 
 
-OPERATIONS = [embedding, labels, scatter, ordering, top_k, segment_sum, slices, experts, depthwise, convolution, ragged]
+def linear(p, b):
+    """Solve linear equations, whose operation keeps its functions in a named tuple."""
+    return jnp.linalg.solve(p["w"] @ p["w"].T + jnp.eye(E), b["x"].reshape(-1, E).T)
+
+
+def tensor_kernel(p, b):
+    """Multiply in a `jax.shard_map` over tensor, in a loop with a constraint."""
+    # Inside of a step, the context has the mesh. The expected sums are those of one device.
+    inside = bool(jax.sharding.get_abstract_mesh().shape)
+    constraint = NamedSharding(toy.mesh_of("data_fsdp_tensor" if inside else "one"), PartitionSpec("fsdp"))
+
+    def product(x, w):
+        x = jax.lax.with_sharding_constraint(x, constraint)
+        return jax.lax.fori_loop(0, 2, lambda _, y: jnp.tanh(y + jax.lax.psum(x @ w, "tensor")), jnp.zeros((*x.shape[:-1], E)))
+
+    options = {"mesh": None if inside else toy.mesh_of("one"), "axis_names": {"tensor"}, "check_vma": False}
+    specs = {"in_specs": (PartitionSpec(None, None, "tensor"), PartitionSpec("tensor")), "out_specs": PartitionSpec()}
+    return jax.shard_map(product, **options, **specs)(b["x"], p["w"])
+
+
+OPERATIONS = [linear, embedding, labels, scatter, ordering, top_k, segment_sum, slices, experts, depthwise, convolution, ragged]
 SPECS = [("tensor", "fsdp"), ("fsdp", "tensor"), (None, "fsdp"), ("tensor", None), (("fsdp", "tensor"), None)]
 
 
@@ -144,6 +164,7 @@ def assert_close(found, expected):
     [
         ([labels, depthwise, convolution], SPECS[3]),
         ([ragged], SPECS[1]),
+        ([linear, depthwise], SPECS[1]),
         *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS),
     ],
 )
@@ -211,7 +232,11 @@ def test_gradients_are_reduced_over_the_replicas_once():
 
 @pytest.mark.parametrize(
     ("operations", "spec"),
-    [([labels, depthwise, convolution], SPECS[3]), *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS)],
+    [
+        ([labels, depthwise, convolution], SPECS[3]),
+        ([linear, tensor_kernel], SPECS[1]),
+        *(toy.slow([one], spec) for one in (*OPERATIONS, tensor_kernel) for spec in SPECS),
+    ],
 )
 def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     """Two stages beside fsdp and tensor, where the stage axis is manual; an operation of the last part, with its gradient."""
@@ -228,6 +253,7 @@ def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     shardings = shardings_like(params, mesh)
     run = jax.jit(lambda params, rows, m: pipeline_sums(loss, params, rows, (m, 1), Totals(), mesh, shardings))
     sums = run(params, (batch, keys), np.int32(K))
+    assert "forward_tick" in run.lower(params, (batch, keys), np.int32(K)).as_text(debug_info=True)
 
     def plain(params, batch, keys):
         x = loss.stage(params["layers"], batch["x"])

@@ -1,0 +1,139 @@
+"""The contract of a loss: what a loss function takes and returns, its errors, and `SummableLoss`, which a step calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rampup.engine.totals import Sums, Totals, differing_leaves
+from rampup.errors import ConfigError, a_type
+
+# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.engine.step.train_step`.
+LossFn = Callable[..., tuple[Any, ...]]
+# (microbatches of a pass, passes), traced; a pass fills and drains the pipeline once. A step runs their product. Without
+# stages, only the product matters.
+Counts = tuple[jax.Array, jax.Array]
+
+
+@runtime_checkable
+class SummableLoss(Protocol):
+    """A loss with a method that adds it up over the microbatches of a step, which is all that a training step calls.
+
+    `AccumulatedLoss` makes one of a loss function; `rampup.engine.pipeline.PipelinedLoss` spreads its layers over stages. To
+    replace its batch axes, `train_step` needs a dataclass with a field `batch_axes`.
+    """
+
+    def check(self, mesh: Mesh, engine: str) -> None:
+        """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
+
+    def sums_and_grads(
+        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
+    ) -> tuple[Sums, Any]:
+        """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
+
+        Integers among the parameters have no gradient, but None in its place. If `totals.mutable` or `totals.noise` is given,
+        the sums have a new `mutable`, or the squares of the gradients. A loss that differentiates `totals.scaled(loss)` undoes
+        the scale with `totals.finalize`; one that does neither is right too. `param_shardings` are the shardings that the
+        gradients get: those of the parameters, or with ZeRO-1 those of each replica's part.
+        """
+
+    def eval_sums(
+        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+    ) -> Sums:
+        """Return the sums without gradients. `mutable` is read, not carried."""
+
+
+def check_results(
+    results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
+) -> tuple[Any, Any, Any, Any]:
+    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract.
+
+    With `keeps_mutable=False` (evaluation), the new `mutable` is discarded and may have any structure.
+    """
+    carries = len(args) > 3
+    loss, weight, aux, *carried = unpack_results(results, carries)
+    check_aux(aux, lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2], args[1:3])
+    for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
+        shape, dtype = np.shape(value), jnp.result_type(value)
+        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            kind = "floating-point" if len(kinds) == 1 else "real"
+            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
+    if carries and keeps_mutable:
+        leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
+        changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
+        was, now = jax.tree.structure(args[3]), jax.tree.structure(carried[0])
+        if changes or was != now:
+            change = changes[0] if changes else f"it was {was} and is {now}"
+            raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
+    return loss, weight, aux, carried[0] if carries else None
+
+
+def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
+    """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
+    if problem := signature_problem(loss_fn, number):
+        raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
+
+
+def signature_problem(function: Callable[..., Any], number: int) -> str | None:
+    """Return why a function cannot be called with a number of arguments, or None."""
+    try:
+        inspect.signature(function).bind(*[None] * number)
+    except ValueError:
+        pass  # A callable without a signature, such as a built-in one.
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
+    """Refuse `aux`, the result for some `rows`, if it has a value for each: a step would add up rows of different microbatches.
+
+    A dimension as long as the microbatch proves nothing: there may be as many classes. But if it is that of the rows, `aux_of`
+    makes it twice as long for twice as many rows.
+    """
+    sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
+    if not sizes:
+        return
+    R = jax.tree.leaves(rows)[0].shape[0]
+    if all(size % R for size in sizes):
+        return
+    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows)
+    try:
+        other = dict(jax.tree.leaves_with_path(jax.eval_shape(aux_of, twice)))
+    except Exception:  # noqa: BLE001 - a loss function for one number of rows; the step runs it with no other
+        return
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if path in other and other[path].shape != np.shape(leaf):
+            name, found, more = f"aux{jax.tree_util.keystr(path)}", list(np.shape(leaf)), list(other[path].shape)
+            raise ConfigError(
+                f"{name} of the loss function has values for single rows: its shape is {found} for {R} rows and {more} for "
+                f"{2 * R}. A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)",
+                key="loss_fn",
+            )
+
+
+def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
+    """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
+    if not isinstance(results, (tuple, list)):
+        is_array = np.isscalar(results) or hasattr(results, "shape")
+        kind = ("one array" if np.shape(results) else "a scalar") if is_array else f"{a_type(results)}"
+        raise _contract_error(f"returned {kind} and not a tuple", carries)
+    if len(results) != 3 + carries:
+        raise _contract_error(f"returned {len(results)} results and not {3 + carries}", carries)
+    return tuple(results)
+
+
+def _contract_error(problem: str, carries: bool) -> ConfigError:
+    more, why = (", mutable", ", because the state has `mutable`") if carries else ("", "")
+    return ConfigError(
+        f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
+        ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
+        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
+        key="loss_fn",
+    )

@@ -1,0 +1,176 @@
+"""How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here and nowhere else.
+
+A replica is a group of devices that together have the parameters once. The data axis is not the compiler's, which would reduce
+the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it.
+
+======  =========================================================  ========================================================
+way     when                                                       the sum over microbatches runs
+======  =========================================================  ========================================================
+plain   one replica, and a loss that takes whole parameters        as it is, on all rows
+manual  at most one other axis has several devices, or the loss    in a `jax.shard_map` over the replicas, on the rows of one
+        takes shards
+mapped  two or more other axes have several devices, which XLA     in a `jax.vmap` over the replicas; only the reduction is
+        cannot partition well beside a manual one                  manual. What cannot be mapped runs as `manual`, with whole
+                                                                   operands (see `rampup.engine.whole`)
+======  =========================================================  ========================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
+from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.whole import has_convolutions, with_whole_operands
+from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The replicas of a mesh, for a loss.
+
+    Attributes:
+        mesh: the mesh.
+        axes: its axes that take the rows.
+        shardings: the shardings of the gradients; None = left to the compiler, or no gradients.
+        shards: the shardings of the parameters if the loss takes the part of one device; None = it takes them whole.
+        reduction_dtype: see `rampup.engine.accumulate.AccumulatedLoss`.
+    """
+
+    mesh: Mesh
+    axes: BatchAxes
+    shardings: Any = None
+    shards: Any = None
+    reduction_dtype: Any = None
+
+    @property
+    def way(self) -> str:
+        """How the replicas run: `plain`, `manual` or `mapped`; see the table above."""
+        if self.shards is None and self.axes.num_replicas(self.mesh) == 1:
+            return "plain"
+        others = [name for name, size in self.mesh.shape.items() if size > 1 and name not in self.axes.replica]
+        return "mapped" if self.shards is None and len(others) > 1 else "manual"
+
+    def run(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return the function of (params, batch_KR, keys_KR, number, totals) that sums up the rows of all replicas.
+
+        `sum_up(reduce, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
+        `reduce(sums, totals)`. Except for gradients with shardings that split them, reduced sums are equal on all replicas.
+        """
+        if self.way == "plain":
+            return functools.partial(own_constraints()(sum_up), self.reduce)
+        manual = self._manually(functools.partial(own_constraints()(sum_up), self.reduce))
+        return manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
+
+    def reduce(self, sums: Sums, totals: Totals) -> Sums:
+        """Return the sums over all replicas. With several, call it in a function that is manual over their axes."""
+        # The mesh axes over which the sums of the loss function still have to be added up.
+        names = self.axes.replica if self.shards is None else self.axes.rows
+        names = tuple(name for name in names if self.mesh.shape[name] > 1)
+        if not names:
+            return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
+        with jax.named_scope("reduce"):
+            # The one collective over the data axis: after the loop, once per optimizer step.
+            grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
+            if is_scattered(self.shardings, self.axes):
+                grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
+                reduced = totals.aggregate(sums._replace(grads=None), names)
+            else:
+                leaves, structure = jax.tree.flatten(grads)
+                left = axes_left(self.shardings, names) or [names] * len(leaves)
+                # One psum for each set of axes. The other sums travel with the gradients that are summed over all of them.
+                for over in dict.fromkeys((names, *filter(None, left))):
+                    members = [index for index, own in enumerate(left) if own == over]
+                    parts = [leaves[index] for index in members]
+                    if over == names:
+                        reduced = totals.aggregate(sums._replace(grads=parts), names)
+                        parts = reduced.grads
+                    else:
+                        parts = jax.lax.psum(parts, over)
+                    for index, part in zip(members, parts, strict=True):
+                        leaves[index] = part
+                grads = jax.tree.unflatten(structure, leaves)
+            # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
+            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
+            return reduced._replace(grads=constrain_leaves(grads, self.shardings))
+
+    def _manually(self, run: Callable[..., Sums], in_specs: Any = None) -> Callable[..., Sums]:
+        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all axes of the rows.
+
+        The other axes stay automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which
+        the compiler does well.
+        """
+        mesh, axes, takes_shards = self.mesh, self.axes, self.shards is not None
+        manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
+        whole = PartitionSpec()
+        if in_specs is None:
+            run = with_whole_operands(run, mesh, manual)
+            rows = PartitionSpec(None, axes.rows if takes_shards else axes.replica)
+            in_specs = manual_specs(self.shards, mesh, manual) if takes_shards else whole, rows, rows, whole, whole
+        is_split = takes_shards or is_scattered(self.shardings, axes)
+        grad_specs = manual_specs(self.shardings, mesh, manual) if is_split else whole
+        # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the
+        # parameters, which do not vary, would then be reduced where it is computed: inside the loop.
+        return jax.shard_map(
+            run,
+            mesh=auto_view(mesh),
+            axis_names=manual,
+            in_specs=in_specs,
+            out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
+            check_vma=False,
+        )
+
+    def _mapped(self, sum_up: Callable[..., Sums], otherwise: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return `sum_up` mapped over the replicas, if it can be, and `otherwise` if not.
+
+        The sums of the replicas are arrays (*replicas, ...), sharded over the replicas: memory and collectives are those of
+        `manual`.
+        """
+        mesh, replica = self.mesh, self.axes.replica
+        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_up), lambda sums, _: sums)
+        for name in reversed(replica):
+            in_axes = (None, 1, 1, None, None)
+            sums_of = jax.vmap(sums_of, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)
+
+        def by_replica(x_KR: jax.Array) -> jax.Array:
+            """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
+            x = x_KR.reshape(x_KR.shape[0], *(mesh.shape[name] for name in replica), -1, *x_KR.shape[2:])
+            others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(replica))
+            return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *replica, *others)))
+
+        def reduce_own(sums: Sums, totals: Totals) -> Sums:
+            return self.reduce(jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), totals)
+
+        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
+            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
+            closed = None
+            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
+            with contextlib.suppress(NotImplementedError):
+                closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
+            # Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes
+            # wrongly when it partitions it.
+            if closed is None or has_convolutions(closed):
+                return otherwise(params, batch_KR, keys_KR, number, totals)
+            leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
+            sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+            return self._manually(reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec()))(sums, totals)
+
+        return run
+
+
+def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return, for each gradient, the axes over which it still has to be summed: those that its sharding does not name.
+
+    A gradient that is sharded along an axis is already the sum over it: a loss that takes shards leaves that with its own
+    reduce-scatters, which are the derivatives of its gathers.
+    """
+    all_used = map(axes_of, jax.tree.leaves(shardings))
+    return [tuple(name for name in names if name not in used) for used in all_used]
