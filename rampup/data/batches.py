@@ -22,12 +22,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rampup.data.loading import Loading
-from rampup.data.sources import RowSource, as_source, check_not_batched, read_rows
+from rampup.data.sources import RowSource, as_source, check_not_batched, is_thread_safe, read_rows
 from rampup.engine.batch import Batch, put_batch, stop_step
 from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
-from rampup.engine.step import READERS
-from rampup.engine.step import TrainStep as TrainStep
-from rampup.engine.step import train_step as train_step
 from rampup.errors import DataError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
@@ -163,7 +160,7 @@ class BatchLoader:
         split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
             a phase whose program is not compiled yet then starts in the shape of the phase before.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
-        num_threads: threads that read.
+        num_threads: threads that read; one if the source is not safe for threads.
         read_ahead: steps whose rows are read ahead of use.
         loading: which processes read.
         batch_axes: the axes of `mesh` that the rows are sharded over; None = data and fsdp.
@@ -196,7 +193,9 @@ class BatchLoader:
             return
         # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
         dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading)
-        options = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=self.read_ahead)
+        # One thread also reads the rows in their order.
+        num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
         steps = iter(dataset[start:stop].to_iter_dataset(options))
         ready: deque[Batch] = deque()
         for _ in range(start, stop):
@@ -246,7 +245,9 @@ def step_batches(
 
     Args:
         source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
-            come one after the other, see `TrainStep.stream`.
+            come one after the other, see `TrainStep.stream`. It is read by one thread at a time, and each row is copied before
+            the next is read. A source that several threads may read at the same time has an attribute `thread_safe = True`;
+            NumPy arrays, lists, and Grain's sources and datasets need none.
         plan: the plan.
         mesh: the devices.
         start: the first step, or a position of the plan.
@@ -373,6 +374,3 @@ def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
     for batch in step_batches(*args, **options, chunk_size=1):
         for chunk in batch.chunks:
             yield jax.tree.map(lambda x: x[0], chunk)
-
-
-READERS.update(batches=step_batches, stream=stream_batches)

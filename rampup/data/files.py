@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -188,19 +188,3 @@ def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(names, threads.map(fingerprint, paths), strict=True))
-
-
-def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
-    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do.
-
-    Example:
-        >>> describe_change({"a": "x", "b": "y"}, {"a": "x", "c": "z"}, ("before", "now"), most=1)
-        ['b: y before, no such file now', 'and 1 more files']
-    """
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
-        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
-    found = []
-    for name in [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]:
-        before, now = (files.get(name, "no such file") for files in (one, other))
-        found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
-    return found[:most] + ([f"and {len(found) - most:,} more files"] if len(found) > most else [])

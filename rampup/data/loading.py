@@ -81,6 +81,8 @@ class PlaceholderRows:
     `row` maps the names of a row's arrays to their shape and type.
     """
 
+    thread_safe = True
+
     def __init__(self, number: int, row: Mapping[str, tuple[Sequence[int], str]]) -> None:
         self._number, self._row = number, row
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import grain
@@ -14,10 +18,16 @@ import numpy as np
 from rampup.errors import DataError, MissingDependencyError, RampupError, a_type
 
 Rows = Mapping[str, np.ndarray]
+# Objects that are being read, by their id. An entry lives as long as a thread reads or waits.
+_LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+_LOCKS_GUARD = threading.Lock()
 
 
 class RowSource(Protocol):
-    """Random access to rows, many at a time."""
+    """Random access to rows, many at a time.
+
+    A source is read by one thread at a time, unless it has an attribute `thread_safe` that is true.
+    """
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -34,6 +44,8 @@ class RowSource(Protocol):
 
 class _Tokens(RowSource):
     """Rows of at most T + 1 tokens. `_row` returns one by its number."""
+
+    thread_safe = True
 
     def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
         self.paths = tuple(paths)  # the files that the rows come from, in order
@@ -124,16 +136,21 @@ class ItemRows:
     """Rows from anything with a length that returns a row, a pytree, per index: a list, a Grain data source or MapDataset."""
 
     def __init__(self, items: Any) -> None:
-        self._items = items
+        self.items = items
+        # Grain reads its own sources and datasets in threads, and asks of what is inside them that it allows this.
+        of_grain = isinstance(items, grain.MapDataset) or type(items).__module__.partition(".")[0] == "grain"
+        stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
+        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or stored))
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def read(self, rows: np.ndarray) -> Any:
         """Return the items, stacked."""
         items = []
         for row in rows:
-            items.append(self._items[int(row)])
+            # Copied before the next one is read: a source may return the same array again, filled with the next row.
+            items.append(jax.tree.map(np.array, self.items[int(row)]))
             if items[-1] is None:
                 problem = f"{self.describe(row)} is None, as `MapDataset.filter` makes of the rows that it drops"
                 fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
@@ -142,7 +159,7 @@ class ItemRows:
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
-        return f"row {row} of {self._items!r:.100}"
+        return f"row {row} of {self.items!r:.100}"
 
 
 class RecordRows(_Tokens):
@@ -182,6 +199,8 @@ class SyntheticRows:
     `first` is the number of the first row, so that two sources can differ.
     """
 
+    thread_safe = True
+
     def __init__(self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0) -> None:
         self._num_rows, self._first = num_rows, first
         self._length, self._vocab_size = sequence_length, vocab_size
@@ -209,7 +228,7 @@ class RowRange:
 
     def __init__(self, source: RowSource, start: int, stop: int) -> None:
         self._source, self._start, self._stop = source, start, stop
-        self.paths = files_of(source)
+        self.paths, self.thread_safe = files_of(source), is_thread_safe(source)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -228,8 +247,26 @@ def files_of(source: RowSource) -> tuple[str, ...]:
     return tuple(getattr(source, "paths", ()))
 
 
+def is_thread_safe(source: RowSource) -> bool:
+    """Return whether several threads may read a source at the same time: it has to say so."""
+    return bool(getattr(source, "thread_safe", False))
+
+
+def _turn_of(source: RowSource) -> AbstractContextManager[Any]:
+    """Return what a thread holds while it reads a source: a lock, one per object of the user's, or nothing."""
+    if is_thread_safe(source):
+        return contextlib.nullcontext()
+    with _LOCKS_GUARD:
+        return _LOCKS.setdefault(id(getattr(source, "items", source)), threading.Lock())
+
+
 def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     """Return the given rows of a source. A failure is a DataError with the row that causes it and where that row comes from."""
+    with _turn_of(source):
+        return _read_rows(source, rows)
+
+
+def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     try:
         batch = source.read(rows)
     except RampupError:

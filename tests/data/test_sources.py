@@ -1,6 +1,8 @@
 """Tests of rampup.data.sources, and of data of one's own: rows by number, streams of rows and of batches, what is refused."""
 
 import dataclasses
+import threading
+import time
 
 import grain
 import numpy as np
@@ -146,3 +148,56 @@ def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
     assert next(step.stream(loader())).chunks[0]["x"].shape == (1, 8, 2, 3)
     assert next(step.batches(ROWS.map(lambda row: row))).chunks[0]["x"].shape == (1, 8, 2, 3)
     assert next(step.batches(Pairs())).chunks[0]["x"].shape == (1, 8, 2, 2, 3)
+
+
+class OneFile:
+    """Rows of a file that is open once, read into one buffer: whoever reads meanwhile gets other rows."""
+
+    def __init__(self, path):
+        self.file, self.buffer, self.busy = open(path, "rb", buffering=0), np.zeros(4, np.int32), 0  # noqa: SIM115
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        self.busy += 1
+        self.file.seek(16 * row)
+        time.sleep(0)
+        self.file.readinto(self.buffer)
+        self.busy -= 1
+        assert self.busy == 0, "two threads read"
+        return {"x": self.buffer}
+
+
+def test_a_source_is_read_by_one_thread_and_each_row_is_copied(tmp_path):
+    """A source with one open file and one buffer gives every row as it is, also to two loaders at the same time."""
+    np.repeat(np.arange(64, dtype=np.int32), 4).tofile(tmp_path / "rows")
+    source, mesh = OneFile(tmp_path / "rows"), mesh_of("one")
+    plan = plan_for(mesh, "0:16", steps=40)
+    for one, other in zip(*(rampup.step_batches(source, plan, mesh, num_threads=4) for _ in range(2)), strict=True):
+        start = one.position.consumed_samples
+        for batch in (one, other):
+            assert np.asarray(batch.chunks[0]["x"])[..., 0].ravel().tolist() == [n % 64 for n in range(start, start + 16)]
+
+
+@pytest.mark.parametrize(("declared", "num_threads"), [(False, 1), (True, 2)])
+def test_a_source_declares_that_threads_may_read_it(declared, num_threads):
+    """With `thread_safe = True`, two threads read; without it, one."""
+    found = set()
+
+    class Rows:
+        thread_safe = declared
+
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, row):
+            found.add(threading.get_ident())
+            # The threads of the first two steps meet here, if there are two.
+            deadline = time.monotonic() + (10 if declared else 0.02)
+            while len(found) < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return np.int32(row)
+
+    assert len(list(rampup.step_batches(Rows(), plan_for(mesh_of("one"), steps=4), mesh_of("one")))) == 4
+    assert len(found) == num_threads
