@@ -204,12 +204,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     ) -> None:
         self.folder, self._options, self._on_error = folder, options or CheckpointOptions(), on_error
         self._writing: int | None = None
-        self._manager = self._open()
+        self._manager: ocp.CheckpointManager | None = self._open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         # An error while closing must not hide the error that led to closing.
         with contextlib.suppress(*(() if error is None else (Exception,))):
-            self._manager.close()
+            if self._manager is not None:
+                self._manager.close()
 
     @property
     def latest(self) -> int | None:
@@ -236,8 +237,12 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
 
         def write() -> None:
-            if is_primary() and not is_bucket(self.folder):
-                # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
+            # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
+            if is_primary() and is_bucket(self.folder):
+                probe = self.folder / "probe"
+                probe.write_bytes(b"")
+                probe.unlink()
+            elif is_primary():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryDirectory(dir=self.folder).cleanup()
                 # Check the space first: Orbax's threads print pages about every file if there is none. Arrays count as if they
@@ -250,6 +255,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                         f"No space left on device in {self.folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
                         f"{disk.free / 2**20:,.1f} MiB are free"
                     )
+            self._manager = self._manager or self._open()
             self._manager.save(step, args=arguments, force=True)
 
         if not self._attempt(write):
@@ -258,7 +264,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 
     def wait(self) -> bool:
         """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
-        return self._attempt(self._manager.wait_until_finished)
+        return self._manager is None or self._attempt(self._manager.wait_until_finished)
 
     def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
         """Return the state of a checkpoint, and move newer, damaged checkpoints into `damaged_checkpoints` next to the folder.
@@ -278,7 +284,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 target.parent.mkdir(exist_ok=True)
                 source.rename(target)
             on_event(CheckpointDamaged(steps=step, problem=problem, moved_to=target, used=saved.step))
-        if saved.damaged:
+        if saved.damaged and self._manager is not None:
             # The others must not list the folder before process 0 has moved everything.
             broadcast_from_process0(f"moved{next(_question_numbers)}", "")
             self._manager.reload()
@@ -314,13 +320,18 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return True
         except Exception as error:
             step, self._writing = self._writing, None
-            # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
+            # A manager whose write has failed raises that error again in every later call, so `save` opens a new one.
             with contextlib.suppress(Exception):
-                self._manager.close()
+                if self._manager is not None:
+                    self._manager.close()
             for unfinished in self._unfinished(step) if is_primary() else ():
                 shutil.rmtree(unfinished, ignore_errors=True)
-            self._manager = self._open()
-            existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
+            self._manager = None
+            try:
+                latest = self.latest
+                existing = "there is no other" if latest is None else f"the newest is {self.folder / str(latest)}"
+            except OSError:  # a bucket that is away
+                existing = "the others cannot be listed now"
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             if not isinstance(error, StorageError) and re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
                 reason = f"No space left on device in {self.folder}"

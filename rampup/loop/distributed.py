@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 
-from rampup.data.files import describe_change
 from rampup.engine.processes import FOLDER, announced, is_primary, kv_store
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
@@ -116,6 +115,22 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))
+
+
+def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
+    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do.
+
+    Example:
+        >>> describe_change({"a": "x", "b": "y"}, {"a": "x", "c": "z"}, ("before", "now"), most=1)
+        ['b: y before, no such file now', 'and 1 more files']
+    """
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
+    found = []
+    for name in [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]:
+        before, now = (files.get(name, "no such file") for files in (one, other))
+        found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
+    return found[:most] + ([f"and {len(found) - most:,} more files"] if len(found) > most else [])
 
 
 class StopConsensus:

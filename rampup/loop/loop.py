@@ -28,12 +28,11 @@ from typing import Any
 import jax
 
 from rampup.batch_size.noise_scale import default_half_life
-from rampup.data.files import describe_change
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.loop import events
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
 from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
-from rampup.loop.distributed import StopConsensus
+from rampup.loop.distributed import StopConsensus, describe_change
 from rampup.loop.lock import own_run
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (

