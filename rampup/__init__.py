@@ -20,10 +20,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.config.load import load_config as load_config
     from rampup.config.schema import Config as Config
     from rampup.data.batches import BatchLoader as BatchLoader
-    from rampup.data.batches import TrainStep as TrainStep
     from rampup.data.batches import microbatches as microbatches
     from rampup.data.batches import step_batches as step_batches
-    from rampup.data.batches import train_step as train_step
     from rampup.dialects import check_command as check_command
     from rampup.dialects import check_file as check_file
     from rampup.engine.accumulate import accumulate as accumulate
@@ -41,6 +39,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.engine.state import create_state as create_state
     from rampup.engine.state import prepare_state as prepare_state
     from rampup.engine.step import EvalStep as EvalStep
+    from rampup.engine.step import TrainStep as TrainStep
+    from rampup.engine.step import train_step as train_step
     from rampup.errors import BatchDivisibilityError as BatchDivisibilityError
     from rampup.errors import ConfigError as ConfigError
     from rampup.errors import DataError as DataError
@@ -107,7 +107,7 @@ _HOMES = {
     "rampup.engine.accumulate": "accumulate multi_steps",
     "rampup.engine.batch": "Batch",
     "rampup.loop.checkpoint": "CheckpointOptions",
-    "rampup.data.batches": "BatchLoader TrainStep microbatches step_batches train_step",
+    "rampup.data.batches": "BatchLoader microbatches step_batches",
     "rampup.inspection.inspect": "Inspection inspect",
     "rampup.loop.loop": "EvalOptions Loop Summary",
     "rampup.engine.mesh": "BatchAxes make_mesh",
@@ -116,7 +116,7 @@ _HOMES = {
     "rampup.engine.optimizer": "AdamSchedule LearningRate make_optimizer",
     "rampup.engine.pipeline": "PipelinedLoss",
     "rampup.engine.state": "TrainState create_state prepare_state",
-    "rampup.engine.step": "EvalStep",
+    "rampup.engine.step": "EvalStep TrainStep train_step",
     "rampup.show.progress": "TrainProgress",
     "rampup.tune.measured_design": "design_ramp",
     "rampup.tune.topology": "topology_devices",

@@ -16,8 +16,7 @@ import math
 from dataclasses import dataclass
 
 from rampup.batch_size.noise_scale import NoiseEstimate
-from rampup.plan.per_device import AutoMode
-from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp import AutoMode, BatchRamp
 
 DECISION_PERIOD = 10
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.build import list_devices, possible_devices
+from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
 from rampup.plan.plan import token_budget
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
             raise usage_error(text, key="budget")
         tokens, throughput = parse_count(args.budget, what="budget", key="budget"), None
         if args.measured is not None:
-            from rampup.show.series import measured_throughput
+            from rampup.loop.run_folder import measured_throughput
 
             throughput = measured_throughput(args.measured)
         elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None
-    facts = plan.to_dict() | ({} if topology is None else {"topology": topology.to_dict()})
+    facts = plan.to_dict() | ({} if topology is None else {"topology": topology_facts(topology)})
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters
 

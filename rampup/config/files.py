@@ -16,9 +16,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import FOLDER_NAME, Key, Settings
+from rampup.config.key import FOLDER_NAME, Key, Settings, keys_for_alias
 from rampup.config.load import BASE
-from rampup.config.schema import Config, keys_for_alias
+from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
 
 MODELINE = "# yaml-language-server: $schema={}"
@@ -216,7 +216,7 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
         known, word = list(dict.fromkeys(key for each in files for key in each.keys)), name.lower()
         parts = {part for key in known for part in re.split(r"[_.]", key)}
         alike = difflib.get_close_matches(word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75)
-        near = [key for key in keys_for_alias(word) if key in known] + difflib.get_close_matches(word, known, n=3)
+        near = [key for key in keys_for_alias(word, KEYS) if key in known] + difflib.get_close_matches(word, known, n=3)
         near += [key for key in known if (len(word) > 2 and word in key) or {*re.split(r"[_.]", key)} & {*alike}]
         nearest = list(dict.fromkeys(near))[:MAX_CLOSE]
         hint = f"; close: {', '.join(nearest)}" if nearest else "; configs/base.yml lists all keys"

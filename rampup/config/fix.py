@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.files import yaml_value
+from rampup.config.key import keys_for_alias
 from rampup.config.load import BASE, COMMAND_LINE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
-from rampup.config.schema import KEYS, Config, keys_for_alias
+from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
@@ -241,7 +242,7 @@ def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _
         yield from ((BASE, f"{near}.yml") for near in problem.nearest)
         return
     if name not in KEYS:
-        aliases = keys_for_alias(name)
+        aliases = keys_for_alias(name, KEYS)
         for near in map(str, problem.nearest):
             if near in aliases[:1] or _similarity(name.lower(), near) >= MIN_SIMILARITY:
                 yield name, near

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from rampup.config.key import Key, Settings
+from rampup.config.key import Key, Settings, closest_keys
 from rampup.config.presets import PRESETS
-from rampup.config.schema import Config, closest_keys
+from rampup.config.schema import Config
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE

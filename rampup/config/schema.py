@@ -5,21 +5,20 @@ Names and meanings are MaxText's if MaxText has the key. The defaults are the va
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 from rampup.batch_size.hyperparameters import BATCH_RULES, AdamScaling
-from rampup.config.key import Key, Settings, key
+from rampup.config.key import Settings, key
 from rampup.config.presets import PRESETS
 from rampup.config.presets import RAMP_KEYS as PRESET_RAMP_KEYS
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
-from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE, MODES, SCHEDULE_UNITS, AutoMode
+from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE, SCHEDULE_UNITS
+from rampup.plan.ramp import AUTO_MODES, AutoMode
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
 # The switch of the linear ramp, and the keys that only it uses.
@@ -97,7 +96,7 @@ class RunKeys(Settings):
     eval_interval: int = _run(100, minimum=1, also=(-1,), unit="steps", maxtext="-1", doc="""
         Steps between evaluations. -1: never evaluate.""")
     eval_steps: int = _run(8, minimum=1, also=(-1,), maxtext="-1", doc="""
-        Batches per evaluation. -1: all held-out rows that fill a batch. The default takes fewer if fewer are held out.""")
+        Batches per evaluation at most; fewer if fewer rows are held out. -1: all held-out rows that fill a batch.""")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ class RampKeys(Settings):
         per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures
         (auto_schedule). It sets enable_rampup_batch_size=false, measure_gradient_noise=true and learning_rate_clock=steps, also
         against a file that it is set on top of; another value in the same place is an error. null: no schedule.""")
-    auto_schedule: AutoMode = _ramp("follow", choices=MODES, own=True, doc="""
+    auto_schedule: AutoMode = _ramp("follow", choices=AUTO_MODES, own=True, doc="""
         What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
         size that it would use into the metrics, and the schedule at the end.""")
     batch_size_schedule_unit: str = _ramp("samples", choices=SCHEDULE_UNITS, own=True, ramp=True, doc="""
@@ -589,101 +588,3 @@ DEFAULTS = Config().to_dict()
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
 PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)
-
-# A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling: tokenizer_path is not token_dtype.
-MIN_LIKENESS = 0.75
-# Names under which other systems have a key. An error about an unknown key suggests the name here; none of them is accepted.
-ALIASES: dict[str, str] = {
-    "num_batches": "steps max_steps num_steps total_steps train_steps",
-    "run_name": "name experiment experiment_name exp_name",
-    "base_output_directory": "output_dir out_dir save_dir log_dir logdir checkpoint_dir work_dir workdir output_directory save",
-    "steps": "max_steps num_steps train_steps num_train_steps total_steps train_iters max_iters iterations",
-    "enable_tensorboard": "tensorboard tensorboard_dir",
-    "wandb_project": "wandb project",
-    "log_period": "log_interval log_every log_every_n_steps logging_steps log_freq",
-    "checkpoint_period": "save_interval save_every save_steps checkpoint_interval checkpoint_every save_freq ckpt_interval",
-    "max_num_checkpoints_to_keep": "save_total_limit max_checkpoints keep_checkpoints max_to_keep keep_last",
-    "eval_interval": "eval_every eval_freq eval_period val_interval val_check_interval",
-    "eval_steps": "eval_iters num_eval_steps val_steps",
-    "per_device_batch_size": "batch_size global_batch_size train_batch_size batch bs per_device_train_batch_size",
-    "eval_per_device_batch_size": "eval_batch_size val_batch_size per_device_eval_batch_size",
-    "gradient_accumulation_steps": "grad_accum grad_accum_steps accum_steps accumulation_steps accumulate_grad_batches",
-    "microbatch_size": "micro_batch_size mbs micro_batch micro_batch_size_per_gpu",
-    "enable_rampup_batch_size": "rampup ramp_up batch_rampup",
-    "batch_size_schedule": "rampup_batch_size batch_schedule global_batch_size_schedule",
-    "num_devices": "num_gpus n_gpus gpus devices world_size",
-    "ici_data_parallelism": "dp data_parallel data_parallel_size",
-    "ici_fsdp_parallelism": "fsdp fsdp_size zero_stage",
-    "ici_tensor_parallelism": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
-    "ici_context_parallelism": "cp context_parallel context_parallel_size",
-    "ici_expert_parallelism": "ep expert_parallel expert_parallel_size",
-    "ici_pipeline_parallelism": "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size num_stages",
-    "num_pipeline_microbatches": "num_microbatches num_micro_batches",
-    "learning_rate": "lr max_lr peak_lr base_lr peak_learning_rate",
-    "lr_schedule_type": "lr_schedule lr_scheduler lr_scheduler_type scheduler lr_decay_style learning_rate_schedule",
-    "learning_rate_schedule_steps": "lr_decay_iters lr_decay_steps decay_steps",
-    "warmup_steps_fraction": "warmup warmup_steps warmup_ratio lr_warmup lr_warmup_steps lr_warmup_iters num_warmup_steps",
-    "learning_rate_final_fraction": "min_lr final_lr end_lr min_lr_ratio",
-    "opt_type": "optimizer optim optimizer_type",
-    "adam_b1": "beta1 beta_1 adam_beta1",
-    "adam_b2": "beta2 beta_2 adam_beta2",
-    "adam_eps": "eps epsilon adam_epsilon",
-    "adam_weight_decay": "weight_decay wd decay",
-    "gradient_clipping_threshold": "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping "
-    "gradient_clip_val",
-    "base_emb_dim": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd model_dim width",
-    "base_num_decoder_layers": "num_layers n_layers n_layer layers depth num_hidden_layers",
-    "base_mlp_dim": "mlp_dim d_ff ffn_dim ffn_hidden_size intermediate_size",
-    "base_num_query_heads": "num_heads n_heads n_head heads num_attention_heads",
-    "base_num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads num_query_groups",
-    "vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
-    "max_target_length": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length context_length "
-    "block_size",
-    "logits_via_embedding": "tie_embeddings tie_word_embeddings tied_embeddings",
-    "dropout_rate": "dropout hidden_dropout",
-    "weight_dtype": "param_dtype params_dtype parameter_dtype",
-    "mu_dtype": "adam_mu_dtype moment_dtype",
-    "gradient_reduction_dtype": "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype",
-    "gradient_accumulator_dtype": "accumulator_dtype grad_accum_dtype accumulate_dtype gradient_accumulation_dtype",
-    "attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
-    "dtype": "precision compute_dtype bf16 fp16 mixed_precision",
-    "remat_policy": "remat gradient_checkpointing activation_checkpointing recompute_granularity",
-    "init_weights_seed": "seed random_seed rng_seed",
-    "data_shuffle_seed": "seed shuffle_seed data_seed",
-    "dataset_type": "dataset data data_type",
-    "grain_train_files": "train_files train_data data_path dataset_path train_data_path train_file data_dir",
-    "grain_eval_files": "eval_files eval_data val_data valid_data validation_file",
-    "eval_holdout_fraction": "val_split validation_split test_size",
-    "num_epoch": "epochs num_epochs max_epochs num_train_epochs n_epochs epoch",
-    "enable_data_shuffling": "shuffle shuffle_data",
-    "grain_num_threads": "num_workers num_threads dataloader_num_workers workers",
-    "grain_prefetch_buffer_size": "prefetch prefetch_factor prefetch_size",
-}
-
-
-def closest_keys(name: str, keys: Mapping[str, Key] = KEYS) -> tuple[tuple[str, ...], str]:
-    """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling.
-
-    Example:
-        >>> closest_keys("stepz"), closest_keys("lr"), closest_keys("tokenizer_path")[0]
-        ((('steps',), 'the closest is steps'), (('learning_rate',), 'its name here is learning_rate'), ())
-    """
-    if nearest := keys_for_alias(name, keys):
-        return nearest, f"its name here is {' or '.join(nearest)}"
-    if close := difflib.get_close_matches(name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS):
-        return tuple(close), f"the closest is {close[0]}"
-    return (), (
-        "no key is like it; if it is a key of MaxText that rampup does not have, delete it "
-        "(`rampup check --from maxtext FILE` reads such a file)"
-    )
-
-
-def keys_for_alias(name: str, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:
-    """Return the keys that other systems call by a name.
-
-    Example:
-        >>> keys_for_alias("lr"), keys_for_alias("seed"), keys_for_alias("steps")
-        (('learning_rate',), ('init_weights_seed', 'data_shuffle_seed'), ())
-    """
-    word = name.lower().replace("-", "_")
-    return tuple(key for key, aliases in ALIASES.items() if key in keys and word in aliases.split())

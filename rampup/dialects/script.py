@@ -59,7 +59,7 @@ _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)",
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
-_SLURM = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|-N\s*)(\d+)\s*(?:#.*)?$", re.MULTILINE)
+_SLURM = re.compile(r"^#SBATCH +(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|-N *)(\d+)[ \t\r]*(?:#.*)?$", re.MULTILINE)
 _SLURM_NAMES = {"ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "gpus-per-node": ("SLURM_GPUS_PER_NODE",)}
 # The suffixes of scripts, the commands that take one, those before a command, and files of a machine, not of a run.
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")

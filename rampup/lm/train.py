@@ -6,7 +6,6 @@ configuration, finds the checkpoint to resume from, and does the rest.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -25,32 +24,30 @@ from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.hyperparameters import adam_constants
 from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
-from rampup.config.files import run_yaml
-from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
+from rampup.config.schema import PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
 from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, random_key
-from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
-from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary, wait_for_all
+from rampup.engine.processes import broadcast_from_process0, is_primary, wait_for_all
 from rampup.engine.state import TrainState, create_state
 from rampup.engine.step import EvalStep, TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel
-from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
+from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import AutoBatch, NoiseAverages
-from rampup.loop.distributed import check_consistent, join, watchdog
+from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.lock import own_run
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.loop.metrics import MetricOptions
-from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, run_folder, write_whole
+from rampup.loop.run_folder import as_path
+from rampup.loop.start import keep_config, run_in_folder
 from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
@@ -87,19 +84,25 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
         # At least twice as late as the watchdog, whose message says more than JAX's.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
-    check_joined()
-    enable_compilation_cache(config.jax_cache_dir)
-    # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` also
-    # takes ownership, including of a run that gets its name only there.
-    folder = as_path(config.base_output_directory) / config.run_name
-    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
-    with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
-        # A run without a name gets a new folder.
-        saved = find_checkpoint(folder / CHECKPOINT_FOLDER) if config.run_name else None
+
+    def make(saved: SavedCheckpoint | None) -> Run:
         ramp = None if saved is None else ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
-        return Run.from_config(config, plan, saved).train(on_event, should_stop=should_stop)
+        return Run.from_config(config, plan, saved)
+
+    return _run_in_folder(config, make, on_event, should_stop)
+
+
+def _run_in_folder(
+    config: Config, make: Callable[[SavedCheckpoint | None], Run], on_event: OnEvent, should_stop: Callable[[], bool]
+) -> Summary:
+    return run_in_folder(
+        config,
+        make,
+        lambda run, folder: run.train_in(folder, on_event if is_primary() else ignore_event, should_stop),
+        heartbeat_timeout=config.jax_distributed_heartbeat_timeout_seconds,
+    )
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -310,20 +313,14 @@ class Run:
             size = plan.eval_global_batch_size
             assert size is not None  # None only with eval_interval=-1
             available = len(eval_rows) // size
-            wanted = available if config.eval_steps == -1 else config.eval_steps
-            if wanted == DEFAULTS["eval_steps"]:
-                # The default suits small files too, also if it is written in a file. Any other number must be there.
-                wanted = min(wanted, max(available, 1))
-            if not 1 <= wanted <= available:
-                needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
-                fix = f"eval_steps={available}, " if available else ""
+            if available == 0:
                 raise DataError(
-                    f"evaluation needs {needs} of {size} rows, but {len(eval_rows):,} rows are held out, {available} batches; "
-                    f"set {fix}a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
-                    key="eval_steps" if available else "eval_per_device_batch_size",
-                    nearest=(available,) if available else (),
+                    f"evaluation needs a batch of {size} rows, but {len(eval_rows):,} rows are held out; set a smaller "
+                    "eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
+                    key="eval_per_device_batch_size",
                 )
-            step, eval_plan = setup.evaluation(size, wanted)
+            num_batches = available if config.eval_steps == -1 else min(config.eval_steps, available)
+            step, eval_plan = setup.evaluation(size, num_batches)
             order = SampleOrder(len(eval_rows), seed=None)
             eval_loader = BatchLoader(source=eval_rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
 
@@ -347,70 +344,74 @@ class Run:
         Raises:
             RampupError: see `Loop`.
         """
-        setup, config, plan, saved = self.setup, self.setup.config, self.setup.plan, self.saved
-        on_event = on_event if is_primary() else ignore_event
-        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
-        folder = as_path(broadcast_from_process0("folder", name))
-        with own_run(folder):
-            if saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
+        config = self.setup.config
+
+        def make(found: SavedCheckpoint | None) -> Run:
+            if self.saved is None and found is not None:
+                folder = as_path(config.base_output_directory) / config.run_name
                 fix = "start `rampup train` again, or give it to Run.from_config, to resume"
                 raise ConfigError(f"{folder} already has a checkpoint: {fix}", key="run_name")
-            on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
-            state = setup.initial_state()
-            to_saved, from_saved = setup.reorder_layers(state)
-            noise = auto = None
-            if config.measure_gradient_noise:
-                half_life = config.gradient_noise_half_life_samples
-                noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
-                if plan.auto_schedule is not None:
-                    half_life, rows = noise.half_life_samples, plan.ramp.to_rows()
-                    sizes, mode = plan.reserved_sizes, plan.auto_schedule
-                    auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows)
+            return self
 
-            def describe_rows(step: int) -> list[str]:
-                # A ramp that follows the run grows while it runs.
-                ramp = auto.ramp if auto is not None and auto.mode == "follow" else plan.ramp
-                rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
-                return [self.loader.source.describe(row) for row in rows]
+        return _run_in_folder(config, make, on_event, should_stop)
 
-            loop = Loop(
-                plan=plan,
-                step=setup.step,
-                batches=self.loader.batches,
-                batches_of=lambda other: replace(self.loader, plan=other).batches,
-                folder=folder,
-                metrics=MetricOptions(
-                    learning_rate=learning_rate(config, plan).at,
-                    tokens_per_sample=config.max_target_length,
-                    flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
-                    writers=functools.partial(self.writers, folder),
-                    skip_nonfinite=config.skip_nonfinite,
-                    describe_rows=describe_rows,
-                ),
-                components=() if noise is None else (noise, *([] if auto is None else [AutoBatch(auto, noise, on_event)])),
-                checkpoints=CheckpointOptions(
-                    checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
-                    max_to_keep=config.max_num_checkpoints_to_keep,
-                    async_checkpointing=config.async_checkpointing,
-                    on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                    identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
-                    extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
-                    to_saved=to_saved,
-                    from_saved=from_saved,
-                ),
-                evaluation=self.evaluation,
-                on_event=on_event,
-                should_stop=should_stop,
-            )
-            known = None if saved is None else ramp_before(saved.record)
-            ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
-            state, start = loop.restore(state, saved, ramp_before=ramp)
-            if is_primary() and start < plan.total_steps:
-                # Only now: a run that is refused or finished must leave the configuration of the run in this folder alone.
-                text = run_yaml(config, num_devices=plan.num_devices, run_name=folder.name)
-                write_whole(folder / CONFIG_FILE, text.encode())
-            _, summary = loop.train(state, start)
-            return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
+    def train_in(self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]) -> Summary:
+        """Train in a folder that this process owns, see `run_in_folder`."""
+        setup, config, plan, saved = self.setup, self.setup.config, self.setup.plan, self.saved
+        on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
+        state = setup.initial_state()
+        to_saved, from_saved = setup.reorder_layers(state)
+        noise = auto = None
+        if config.measure_gradient_noise:
+            half_life = config.gradient_noise_half_life_samples
+            noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
+            if plan.auto_schedule is not None:
+                half_life, rows = noise.half_life_samples, plan.ramp.to_rows()
+                sizes, mode = plan.reserved_sizes, plan.auto_schedule
+                auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows)
+
+        def describe_rows(step: int) -> list[str]:
+            # A ramp that follows the run grows while it runs.
+            ramp = auto.ramp if auto is not None and auto.mode == "follow" else plan.ramp
+            rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
+            return [self.loader.source.describe(row) for row in rows]
+
+        loop = Loop(
+            plan=plan,
+            step=setup.step,
+            batches=self.loader.batches,
+            batches_of=lambda other: replace(self.loader, plan=other).batches,
+            folder=folder,
+            metrics=MetricOptions(
+                learning_rate=learning_rate(config, plan).at,
+                tokens_per_sample=config.max_target_length,
+                flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
+                writers=functools.partial(self.writers, folder),
+                skip_nonfinite=config.skip_nonfinite,
+                describe_rows=describe_rows,
+            ),
+            components=() if noise is None else (noise, *([] if auto is None else [AutoBatch(auto, noise, on_event)])),
+            checkpoints=CheckpointOptions(
+                checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
+                max_to_keep=config.max_num_checkpoints_to_keep,
+                async_checkpointing=config.async_checkpointing,
+                on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
+                identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
+                extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
+                to_saved=to_saved,
+                from_saved=from_saved,
+            ),
+            evaluation=self.evaluation,
+            on_event=on_event,
+            should_stop=should_stop,
+        )
+        known = None if saved is None else ramp_before(saved.record)
+        ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
+        state, start = loop.restore(state, saved, ramp_before=ramp)
+        if start < plan.total_steps:
+            keep_config(config, folder)
+        _, summary = loop.train(state, start)
+        return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
@@ -18,11 +18,7 @@ START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_in
 SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
 
-# `batch_size_schedule: auto`: the gradient noise that a run measures chooses the batch size, in `rampup.batch_size.auto`.
-# `follow` changes the batch; `advise` only reports the size that it would have. `ramp_from_config` does not know this value.
-AutoMode = Literal["advise", "follow"]
-MODES: tuple[AutoMode, ...] = ("advise", "follow")
-# The value of `batch_size_schedule` that follows the measurement.
+# The value of `batch_size_schedule` that follows the measured gradient noise, see `AutoMode`; unknown to `ramp_from_config`.
 AUTO_SCHEDULE = "auto"
 # The keys that it needs, each with the only value that works: no second ramp, the measurement, and a clock that does not depend
 # on batches decided later.

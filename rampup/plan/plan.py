@@ -13,9 +13,8 @@ from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeErro
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import MAX_COUNT, plain_number
-from rampup.plan.per_device import AutoMode
 from rampup.plan.pipeline import PipelineCandidate
-from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
 

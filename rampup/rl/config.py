@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from rampup.config.build import mesh_axes
 from rampup.config.files import ConfigFile
-from rampup.config.key import Settings, key
+from rampup.config.key import Settings, key, keys_for_alias
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
-from rampup.config.schema import ModelKeys, head_problems, keys_for_alias
+from rampup.config.schema import ModelKeys, head_problems
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.per_device import AUTO_SCHEDULE
@@ -304,7 +304,7 @@ def is_rollout_file(path: str | Path) -> bool:
     """
     rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
     # A name that other systems use, such as batch_size, tells nothing.
-    names = {name for name in names_in(path) if not keys_for_alias(name)}
+    names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
     return len(names & (rollout - set(RAMP_KEYS))) > len(names & (set(RAMP_KEYS) - rollout))
 
 

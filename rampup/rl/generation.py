@@ -1,4 +1,4 @@
-"""Generation: one compiled scan of static length over the mesh, with the log-probability of every sampled token.
+"""Generation: one compiled scan of static length over the mesh.
 
 Shape suffixes: B rows, P tokens of a padded prompt, R tokens of the longest response, V vocabulary.
 """
@@ -28,13 +28,14 @@ class Samples(NamedTuple):
         tokens: int32 (B, P + R). A prompt and its response without a gap, then padding.
         prompt_length: int32 (B,).
         response_length: int32 (B,). The end token counts, so an empty response has length 1. R if no end token came.
-        log_probabilities: float32 (B, R), of every token of the response under the policy at the sampling temperature.
+        log_probabilities: float32 (B, R), of every token of the response under the policy at the sampling temperature, if they
+            are asked for; otherwise None.
     """
 
     tokens: Any
     prompt_length: Any
     response_length: Any
-    log_probabilities: Any
+    log_probabilities: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ def generate(
     sampling: Sampling | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
+    log_probabilities: bool = False,
 ) -> Samples:
     """Sample one response to each prompt. Every call with new sizes compiles; `rollout_step` compiles once.
 
@@ -116,6 +118,7 @@ def generate(
         sampling: temperature and the like; None = the policy's own probabilities.
         seed: of the random numbers. A row's numbers depend on the seed and the row alone.
         mesh: the devices of `params`; None = one device.
+        log_probabilities: also return those of the sampled tokens.
 
     Raises:
         ConfigError, DataError: a size or a prompt is out of range.
@@ -131,14 +134,13 @@ def generate(
     tokens_BP, length_B = pad_prompts(prompts, max(max(map(len, prompts), default=1), 1))
     rows_B = np.arange(len(tokens_BP), dtype=np.int32)
     sampling = sampling or Sampling()
-    program = jax.jit(
-        make_generate(as_policy(model) if mesh is None else over_rows(model, mesh), max_response_length, end_token)
-    )
+    policy = as_policy(model) if mesh is None else over_rows(model, mesh)
+    program = jax.jit(make_generate(policy, max_response_length, end_token, log_probabilities=log_probabilities))
     found = program(params, tokens_BP, length_B, rows_B, jax.random.key(seed), *sampling.values)
     return Samples(*jax.device_get(found))
 
 
-def make_generate(policy: Policy, max_response_length: int, end_token: int | None) -> Any:
+def make_generate(policy: Policy, max_response_length: int, end_token: int | None, *, log_probabilities: bool = False) -> Any:
     """Return the function to compile: `(params, tokens_BP, length_B, rows_B, key, *sampling) -> Samples`.
 
     Its scan has R iterations, whatever the prompts and the responses. A row that has ended writes padding.
@@ -161,7 +163,10 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
         def step(carry: Any, number: jax.Array) -> tuple[Any, Any]:
             tokens_BT, logits_BV, cache, ended_B = carry
             chosen_B = _sample(logits_BV, keys_B, number, temperature, top_k, top_p)
-            log_p_B = token_log_probabilities(logits_BV[:, None], chosen_B[:, None], own)[:, 0]
+            log_p_B = None
+            if log_probabilities:
+                log_p_B = token_log_probabilities(logits_BV[:, None], chosen_B[:, None], own)[:, 0]
+                log_p_B = jnp.where(ended_B, 0, log_p_B).astype(jnp.float32)
             token_B = jnp.where(ended_B, PAD, chosen_B).astype(tokens_BT.dtype)
             is_here_BT = jnp.arange(P + R) == (length_B + number)[:, None]
             tokens_BT = jnp.where(is_here_BT & ~ended_B[:, None], token_B[:, None], tokens_BT)
@@ -172,12 +177,12 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
                 logits_BV = _logits_at(policy, params, tokens_BT, length_B + number)
             else:
                 logits_BV, cache = policy.decode(params, cache, token_B, length_B + number)
-            return (tokens_BT, logits_BV, cache, ended_B), (jnp.where(counts_B, log_p_B, 0), counts_B)
+            return (tokens_BT, logits_BV, cache, ended_B), (log_p_B, counts_B)
 
         ended_B = jnp.zeros((B,), bool)
         (tokens_BT, *_), (log_p_RB, counts_RB) = jax.lax.scan(step, (tokens_BT, logits_BV, cache, ended_B), jnp.arange(R))
         lengths_B = jnp.sum(counts_RB, axis=0, dtype=jnp.int32)
-        return Samples(tokens_BT, length_B, lengths_B, log_p_RB.T.astype(jnp.float32))
+        return Samples(tokens_BT, length_B, lengths_B, None if log_p_RB is None else log_p_RB.T)
 
     return run
 

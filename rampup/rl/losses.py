@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rampup.engine.accumulate import LossFn
+from rampup.engine.contract import LossFn
 from rampup.errors import ConfigError
 from rampup.rl.policy import Policy, as_policy, token_log_probabilities
 

@@ -392,7 +392,7 @@ class RolloutStep:
         kept = groups + waiting - before.carried
         if kept > 0:
             taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
-            samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
+            samples = jax.tree.map(lambda *parts: np.concatenate(parts)[taught], *(part for part, _, _ in found))
             generated_at = self._seconds
             new = self._score(state, plan, samples, rewards_S[taught])
             scoring = self._seconds - generated_at

@@ -5,7 +5,6 @@ Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on ri
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,33 +18,22 @@ from jax.sharding import Mesh
 from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
 from rampup.config.build import mesh_axes
-from rampup.config.files import run_yaml
-from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh, process_rows
 from rampup.engine.optimizer import LearningRate, make_optimizer, optimizer_from_config
-from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary, wait_for_all
+from rampup.engine.processes import is_primary, wait_for_all
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel
-from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
+from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import Component, LoopStep
-from rampup.loop.distributed import check_consistent, join, watchdog
+from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.lock import own_run
 from rampup.loop.loop import EvalOptions, Loop
 from rampup.loop.metrics import MetricOptions
-from rampup.loop.run_folder import (
-    CHECKPOINT_FOLDER,
-    CONFIG_FILE,
-    EVAL_FILE,
-    METRICS_FILE,
-    as_path,
-    first_and_last_line,
-    run_folder,
-    write_whole,
-)
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, first_and_last_line
+from rampup.loop.start import keep_config, run_in_folder
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -109,14 +97,17 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
         RampupError: before any work, if the configuration cannot be run here.
     """
     join(distributed=config.distributed)
-    check_joined()
-    enable_compilation_cache(config.jax_cache_dir)
-    check_consistent(config.to_dict())
-    run = RolloutRun(config)
-    folder = as_path(config.base_output_directory) / config.run_name
-    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
-    with watchdog(HEARTBEAT_SECONDS), owned:
-        return run.train(on_event)
+
+    def make(saved: SavedCheckpoint | None) -> RolloutRun:
+        check_consistent(config.to_dict())
+        return RolloutRun(config, saved)
+
+    return run_in_folder(
+        config,
+        make,
+        lambda run, folder: run.train_in(folder, on_event if is_primary() else ignore_event),
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+    )
 
 
 class RolloutRun:
@@ -126,8 +117,10 @@ class RolloutRun:
         RampupError: the configuration cannot be run here.
     """
 
-    def __init__(self, config: RolloutConfig) -> None:
-        self.config, num_devices = config, jax.device_count()
+    def __init__(self, config: RolloutConfig, saved: SavedCheckpoint | None = None) -> None:
+        self.config = config
+        self.saved = saved
+        num_devices = jax.device_count()
         self.schedule = schedule = build_rollout_schedule(config, num_devices)  # its optimizer steps
         self.mesh = mesh = make_mesh(mesh_axes(config, num_devices))
         # The prompts and their reward.
@@ -188,31 +181,24 @@ class RolloutRun:
         self.step.check_memory(state)
         return state_of(self._warm_start(params)) if warm and self.config.warm_start_steps else state
 
-    def train(self, on_event: OnEvent = ignore_event) -> RolloutSummary:
-        """Train in the run's folder, to the end or to Ctrl-C or SIGTERM.
+    def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
+        """Train in a folder that this process owns, to the end or to Ctrl-C or SIGTERM.
 
         Raises:
             RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
         """
-        config = self.config
-        on_event = on_event if is_primary() else ignore_event
-        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
-        folder = as_path(broadcast_from_process0("folder", name))
-        with own_run(folder):
-            saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
-            on_event(
-                RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters)
-            )
-            loop = self._loop(folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS))
-            state, start = loop.restore(self.initial_state(warm=saved is None), saved)
-            # A checkpoint restores every array to the devices; those of the host belong there.
-            host = jax.device_get({"experience": state.experience, "tally": state.tally})
-            state = state.replace(step=np.array(state.step, np.int32), **host)
-            if is_primary() and start < self.schedule.total_steps:
-                text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
-                write_whole(folder / CONFIG_FILE, text.encode())
-            _, summary = loop.train(state, start)
-        (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
+        saved = self.saved
+        on_event(RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters))
+        loop = self._loop(folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS))
+        state, start = loop.restore(self.initial_state(warm=saved is None), saved)
+        # A checkpoint restores every array to the devices; those of the host belong there.
+        host = jax.device_get({"experience": state.experience, "tally": state.tally})
+        state = state.replace(step=np.array(state.step, np.int32), **host)
+        if start < self.schedule.total_steps:
+            keep_config(self.config, folder)
+        _, summary = loop.train(state, start)
+        first, last = first_and_last_line(folder / METRICS_FILE)
+        first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
         is_done = summary.steps >= self.schedule.total_steps
         return RolloutSummary(
             steps=self.schedule.num_rollouts if is_done else self.schedule.at(summary.steps).rollout,

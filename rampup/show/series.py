@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import reprlib
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rampup.batch_size.noise_scale import NoiseEstimate
-from rampup.errors import ConfigError, DataError
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, as_path, describe_damage, read_lines
+from rampup.errors import DataError
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, describe_damage, read_lines, require_count
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 
@@ -181,30 +178,6 @@ class RunMetrics:
         return rows
 
 
-def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
-    """Return the median tokens per second of a run by global batch size, in samples.
-
-    Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
-
-    Raises:
-        ConfigError: there is no such folder or file, or no step in it has a throughput.
-    """
-    file, key = as_path(folder) / METRICS_FILE, "measured"
-    if not file.is_file():
-        raise ConfigError("cannot read the run's metrics: no such file", key=key, path=str(file))
-    steady, compiled = defaultdict(list), defaultdict(list)
-    for record in read_lines(file) if lines is None else lines:
-        size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
-        # NaN, which an unknown value becomes, is not above 0.
-        if type(size) is int and 0 < size < 1e18 and 0 < _finite_or_nan(rate) < 1e18:
-            # The first step compiles too, even if it took its program from the cache.
-            (compiled if record["step"] == 0 or "compile_seconds" in record else steady)[size].append(float(rate))
-    rates = {size: sorted(steady[size] or compiled[size]) for size in sorted(steady.keys() | compiled.keys())}
-    if not rates:
-        raise ConfigError("no line has a global_batch_size and its tokens_per_second", key=key, path=str(file))
-    return {size: Fraction(found[(len(found) - 1) // 2]) for size, found in rates.items()}
-
-
 def mean_of_neighbours(
     xs: Sequence[float], ys: Sequence[float], *, most: int = MAX_POINTS
 ) -> tuple[list[float], list[float], int]:
@@ -231,21 +204,6 @@ def subsample(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     if len(items) <= most:
         return items
     return [items[round((len(items) - 1) * place / (most - 1))] for place in range(most)]
-
-
-def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
-    """Return a whole number in a line of metrics.jsonl.
-
-    Raises:
-        DataError: it is not one, or too large for any count.
-    """
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**18:
-        raise DataError(
-            f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
-            key=key,
-        )
-    return value
 
 
 def _finite_or_nan(value: Any) -> float:

@@ -30,9 +30,17 @@ from rampup.config.build import build_plan
 from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
 from rampup.errors import ConfigError, DataError, RampupError
-from rampup.loop.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, as_path, read_lines
+from rampup.loop.run_folder import (
+    CONFIG_FILE,
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    METRICS_FILE,
+    as_path,
+    measured_throughput,
+    read_lines,
+    require_count,
+)
 from rampup.plan.plan import SECONDS_PER_HOUR
-from rampup.show.series import measured_throughput, require_count
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"

@@ -21,6 +21,7 @@ from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
+from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import is_bucket
 from rampup.plan.numbers import AUTO, GIB, divisors, finite_or_none, parse_memory_gib, to_yaml_number
@@ -158,7 +159,7 @@ def tune(
             "topology": programs.target.topology.name,
             "compiled_for": f"{NOT_RUN_ON}: every number about time is an estimate",
             "compiler": compiler_version(),
-            "slices": programs.target.topology.to_dict(),
+            "slices": topology_facts(programs.target.topology),
             "hbm_bytes": limit,
             **dict.fromkeys((*unknown, "roofline_run_seconds")),
         }

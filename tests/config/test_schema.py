@@ -6,7 +6,8 @@ from fractions import Fraction
 import pytest
 
 from rampup import Config, build_plan, load_config
-from rampup.config.schema import ALIASES, KEYS, keys_for_alias
+from rampup.config.key import ALIASES, keys_for_alias
+from rampup.config.schema import KEYS
 from rampup.errors import ConfigError
 from rampup.rl.config import ROLLOUT_KEYS
 
@@ -67,7 +68,7 @@ def test_unknown_key_error_suggests_the_name_here(name):
     """A name from another system is refused, with the key to write instead."""
     with pytest.raises(ConfigError, match=r"unknown key.*; its name here is ") as caught:
         load_config("base.yml", [f"{name}=1"])
-    assert caught.value.nearest == keys_for_alias(name)
+    assert caught.value.nearest == keys_for_alias(name, KEYS)
 
 
 RAMP = {"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4, "global_rampup_samples": 200}

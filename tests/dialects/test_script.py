@@ -223,6 +223,13 @@ def test_read_commands_finds_the_script_of_a_command(tmp_path, text, script):
     assert found.words == ("run", "12")
 
 
+def test_every_line_of_a_slurm_header_counts():
+    """Lines that follow each other directly are all read."""
+    header = "#!/bin/bash\n#SBATCH -N 3\n#SBATCH --gpus-per-node=4\n#SBATCH --ntasks-per-node 2\n"
+    [found] = read_commands(f"{header}run $SLURM_NNODES $SLURM_GPUS_PER_NODE $SLURM_NTASKS_PER_NODE", "x.sh", {}, NESTED)
+    assert found.words == ("run", "3", "4", "2")
+
+
 def test_read_commands_executes_nothing(tmp_path):
     """No command of a script runs: neither plain ones nor substitutions, redirections, traps or here-documents."""
     target = tmp_path / "made"

@@ -188,7 +188,6 @@ def test_run_and_rows_are_known_without_a_folder(tmp_path):
         ({"grain_train_files": "/nowhere/*.txt"}, DataError, "grain_train_files"),
         ({"num_epoch": 1, "steps": 100_000}, DataError, "num_epoch"),
         ({"wandb_project": "ramps"}, MissingDependencyError, "wandb_project"),
-        ({"eval_interval": 6, "eval_steps": 10**6}, DataError, "eval_steps"),
         ({"eval_interval": 6, "eval_per_device_batch_size": 10**6}, DataError, "eval_per_device_batch_size"),
     ],
 )
@@ -201,18 +200,19 @@ def test_train_refuses_before_any_work(tmp_path, change, error, key, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_default_evaluation_takes_what_a_small_file_holds_out(tmp_path):
-    """The default number of batches is no error for a small file: as many as there are. With fewer rows than a batch it is."""
+@pytest.mark.parametrize("eval_steps", [8, 9, 10**6, -1])
+def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
+    """A number of batches is a maximum, whether it is the default or not. Fewer rows than one batch are refused."""
     text = tmp_path / "small.txt"
     text.write_bytes(bytes(range(32, 127)) * 200)
-    settings = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1)
+    settings = config(tmp_path, grain_train_files=str(text), eval_interval=6, eval_steps=eval_steps, steps=1)
     run = Run.from_config(settings, build_plan(settings, jax.device_count()))
     state = run.setup.initial_state()
     held_out = round(0.05 * (95 * 200 // 16))
-    assert 1 <= held_out // 24 < settings.eval_steps
+    assert 1 <= held_out // 24 < 8
     assert run.evaluation.evaluate(state)["eval_tokens"] == held_out // 24 * 24 * 16
     few = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1, max_target_length=1000)
-    with pytest.raises(DataError, match="needs a batch of 24 rows, but 1 rows are held out, 0 batches; set a smaller eval_per"):
+    with pytest.raises(DataError, match="needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per"):
         Run.from_config(few, build_plan(few, jax.device_count()))
 
 

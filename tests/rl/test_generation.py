@@ -36,11 +36,13 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """
     options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)
     placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
-    found = generate(MODEL, placed, PROMPTS, mesh=devices, **options)
+    found = generate(MODEL, placed, PROMPTS, mesh=devices, log_probabilities=True, **options)
     log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
     assert len(set(found.response_length.tolist())) > 1
     if mesh != "one":
-        np.testing.assert_array_equal(found.tokens, generate(MODEL, params_of_model(), PROMPTS, **options).tokens)
+        alone = generate(MODEL, params_of_model(), PROMPTS, **options)
+        np.testing.assert_array_equal(found.tokens, alone.tokens)
+        assert alone.log_probabilities is None
     for row, (prompt, start, length) in enumerate(zip(PROMPTS, found.prompt_length, found.response_length, strict=True)):
         tokens, whole = found.tokens[row], np.zeros(9)
         whole[:length] = log_p[row, start - 1 : start - 1 + length]
@@ -55,7 +57,8 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
 @pytest.mark.slow
 def test_a_model_without_a_cache_samples_the_same():
     """A function of tokens runs whole rows for every token, with the same numbers."""
-    cached, whole = (generate(m, params_of_model(), PROMPTS, max_response_length=6, seed=1) for m in (MODEL, MODEL.logits))
+    options = {"max_response_length": 6, "seed": 1, "log_probabilities": True}
+    cached, whole = (generate(model, params_of_model(), PROMPTS, **options) for model in (MODEL, MODEL.logits))
     np.testing.assert_array_equal(cached.tokens, whole.tokens)
     np.testing.assert_allclose(cached.log_probabilities, whole.log_probabilities, atol=1e-5)
 

@@ -306,10 +306,9 @@ class ByHand:
     def _queue_groups(self):
         """Put the groups that the rollout generated behind those that wait, with what was stored when they were generated."""
         options, G = self.step.options, self.plan.samples_per_prompt
-        samples = [np.concatenate(parts) for parts in zip(*self.seen, strict=True)] if self.seen else []
-        if not samples:
+        if not self.seen:
             return
-        tokens, prompt, response, _ = samples
+        tokens, prompt, response, _ = jax.tree.map(lambda *parts: np.concatenate(parts), *self.seen)
         counts = np.arange(R) < response[:, None]
         rewards = np.concatenate([self.step._rewards(part, where="the test") for part in self.seen])
         kept = [

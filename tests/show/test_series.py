@@ -1,14 +1,13 @@
 """Tests of rampup.show.series: the numbers behind the pictures."""
 
 import itertools
-import json
 import math
 
 import pytest
 
 from rampup import Config, build_plan
-from rampup.errors import ConfigError, DataError
-from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, measured_throughput, rate_points
+from rampup.errors import DataError
+from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points
 
 LINE = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5, "tokens_per_second": 10.0}
 
@@ -69,34 +68,6 @@ def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
     assert math.isnan(run.losses[0])
     assert mean_of_neighbours(run.samples, run.losses, most=1) == ([16], [1.5], 2)
     assert run.by_phase()[0]["last loss"] == 1.5
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        # The first step and steps that compiled are ignored if there are others.
-        ([(8, 1), (8, 100), (8, 300), (8, 200)], {8: 200}),
-        ([(8, 1), (16, 2, 3.0), (16, 500.5), (32, 7, 3.0)], {8: 1, 16: 500.5, 32: 7}),
-        # Values that are not numbers, and impossible ones.
-        ([(8, 9), (8, None), (True, 5), (8, -1), (8, 0), (8.5, 3), (8, math.nan), (8, math.inf), (8, 100)], {8: 100}),
-    ],
-)
-def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path, rows, expected):
-    """A row has a batch, its tokens per second and, if it compiled, the time for that; a torn line is no step."""
-    names = ("global_batch_size", "tokens_per_second", "compile_seconds")
-    lines = [json.dumps({"step": step, **dict(zip(names, row, strict=False))}) for step, row in enumerate(rows)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "[1]", "{}", '{"step": 9, "global_ba']))
-    assert measured_throughput(tmp_path) == expected
-
-
-@pytest.mark.parametrize("content", [None, "", "{}", "nonsense", "[" * 100_000])
-def test_measured_throughput_refuses_a_run_without_any(tmp_path, content):
-    """No folder, no file, and a file without a throughput are errors that name it."""
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl") as caught:
-        measured_throughput(tmp_path)
-    assert caught.value.key == "measured"
 
 
 def test_share_of_dropped_prompts_is_of_those_that_a_rollout_has_read():
