@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 import signal
 import tempfile
 
@@ -46,9 +47,31 @@ ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
 FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 
 
+# What a bare machine and the oldest versions lack. A test that is skipped for another reason tests nothing without a word, so
+# it fails where `RAMPUP_UNEXPECTED_SKIPS=fail`, as in `.ci/run`.
+EXPECTED_SKIPS = re.compile(
+    r"(MaxText is installed|needs the package maxtext|Ray is not installed|libtpu|the TPU compiler is not installed|selenium"
+    r"|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not installed \(Debian: slurm|Slurm does not start here"
+    r"|could not import '(tunix\.|maxtext)|the kernel offers no huge pages|not permitted here|network namespaces"
+    r"|this (version of )?(JAX|Orbax|Optax|Flax) )"
+)
+
+
 def pytest_configure(config):
     """Keep pytest-xdist from starting with the files that have most tests."""
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Fail if a test was skipped for a reason that is not expected."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("RAMPUP_UNEXPECTED_SKIPS") != "fail" or reporter is None:
+        return
+    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)}
+    if unexpected := sorted(reason for reason in reasons if not EXPECTED_SKIPS.search(reason)):
+        reporter.write_line(f"skipped for a reason that is not in EXPECTED_SKIPS of tests/conftest.py: {unexpected}", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish():
