@@ -192,7 +192,13 @@ class TrainSetup:
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
-        init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
+        # It runs once. On CPUs, XLA takes four times as long to optimize its random numbers.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        init = jax.jit(
+            lambda key: permute_layers(self.model.init(key), self.layer_order),
+            out_shardings=self.param_shardings,
+            compiler_options=options,
+        )
         wait_for_all(self.mesh)
         params, shards = init(random_key(self.config.init_weights_seed)), self.config.shard_optimizer_over_data
         state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shards)
