@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature
+from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, raise_use_of_keys
 from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constraints
 from rampup.engine.replicas import Replicas
 from rampup.engine.totals import Sums, Totals, accumulator, fill, floating, has_integers, is_floating, safe_reciprocal
@@ -300,7 +300,12 @@ def _loss_of(
         params = trained if others is None else fill(trained, others)
         args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
         check_signature(loss_fn, len(args))
-        loss, weight, aux, carried = check_results(loss_fn(*args), loss_fn, args, keeps_mutable=keeps_mutable)
+        try:
+            results = loss_fn(*args)
+        except (TypeError, ValueError) as error:
+            raise_use_of_keys(error, len(args))
+            raise
+        loss, weight, aux, carried = check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
         value = Totals(scale=scale).scaled(loss)
         if differentiates_mean:
             # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.

@@ -58,6 +58,11 @@ def check_results(
     """
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+            raise _contract_error(
+                f"returned {a_type(leaf)} as aux{jax.tree_util.keystr(path)}, which must be a number", carries
+            )
     check_aux(aux, lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2], args[1:3])
     for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
         shape, dtype = np.shape(value), jnp.result_type(value)
@@ -78,6 +83,13 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
     """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
     if problem := signature_problem(loss_fn, number):
         raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
+
+
+def raise_use_of_keys(error: Exception, number: int) -> None:
+    """Raise an error in words if a loss function of this number of arguments has taken its keys for one key."""
+    if "a single key" in str(error):  # the words of JAX, whatever function of jax.random it was
+        problem = "used `keys`, one random key per row, as one key: take jax.vmap over rows and keys, or keys[0]"
+        raise _contract_error(problem, number > 3) from error
 
 
 def signature_problem(function: Callable[..., Any], number: int) -> str | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -27,6 +30,14 @@ CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
 # Arrays that the repr of a tree names.
 _NAMED = 4
+# Optimizers of Optax that need more than the gradient of a step: their functions, what to call them, and the reason.
+_SEARCHES = "it evaluates the loss at several points of a step, whose microbatches are not kept"
+_UNSUPPORTED = {
+    "scale_by_zoom_linesearch.": ("a line search, as in optax.lbfgs", _SEARCHES),
+    "scale_by_backtracking_linesearch.": ("optax.scale_by_backtracking_linesearch", _SEARCHES),
+    "sam.<locals>.opaque": ("optax.contrib.sam(opaque_mode=True)", f"{_SEARCHES}; leave opaque_mode=True out"),
+    "lookahead.": ("optax.lookahead", "it trains pairs of parameters, of which only one has a gradient"),
+}
 
 
 class TrainState(struct.PyTreeNode):
@@ -112,6 +123,8 @@ def create_state(
         shard_optimizer_over_data, batch_axes: see `train_step`.
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
+    for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
+        _check_arrays(name, tree)
     wait_for_all(mesh)
     given = params, mutable, frozen
     params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)
@@ -141,6 +154,7 @@ def prepare_state(
     """
     check_arguments("prepare_state(state, mesh)", mesh=mesh)
     check_state(state)
+    _check_arrays("state.params", state.params)
     check_step_number(int(state.step))
     wait_for_all(mesh)
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
@@ -217,6 +231,52 @@ def check_arguments(call: str, **arguments: Any) -> None:
         hint = "; give the optimizer's `tx`, not an nnx.Optimizer" if hasattr(arguments.get("tx"), "opt_state") else ""
         found = ", ".join(f"{name} is a {kind}" for name, kind in wrong.items())
         raise ConfigError(f"{call}: {found}{hint or '; check the order of the arguments'}", key=next(iter(wrong)))
+    names = [function.__qualname__ for function in _functions_of(arguments.get("tx"))]
+    for start, (optimizer, reason) in _UNSUPPORTED.items():
+        if any(name.startswith(start) for name in names):
+            raise ConfigError(f"tx is or contains {optimizer}, which a training step cannot run: {reason}", key="tx")
+
+
+def _check_arrays(name: str, tree: Any) -> None:
+    """Refuse a tree that a step cannot train or carry: an NNX module, or leaves that are no arrays of numbers."""
+    nnx = sys.modules.get("flax.nnx")  # Whoever has a module has imported it.
+    is_module: Callable[[Any], bool] = lambda leaf: nnx is not None and isinstance(leaf, nnx.Module)  # noqa: E731
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if is_module(leaf):
+            problem = f"{place} is an NNX module ({type(leaf).__name__}), whose statistics and random states are no parameters"
+            fix = "give it to rampup.split_model(model, loss_fn, tx, mesh), which returns the state and the loss function"
+            raise ConfigError(f"{problem}; {fix}", key="params")
+        # Random keys and bfloat16 have types that are not NumPy's.
+        dtype = getattr(leaf, "dtype", None)
+        is_text = isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.names is not None)
+        if is_text or (dtype is None and not isinstance(leaf, (bool, int, float, complex))):
+            problem = f"{place} is {a_type(leaf)} and not an array of numbers"
+            fix = "keep only arrays in it, and the rest in the loss function; an Equinox model is parted by params, static = "
+            fix += "eqx.partition(model, eqx.is_inexact_array), and joined in the loss function by eqx.combine(params, static)"
+            raise ConfigError(f"{problem}; {fix}", key="params")
+
+
+def _functions_of(tx: Any) -> Iterator[Callable[..., Any]]:
+    """Yield the functions that an optimizer is made of. Optax nests them in closures."""
+    found, seen = [tx], set[int]()
+    while found:
+        part = found.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (tuple, list)):
+            found += part
+        elif isinstance(part, dict):
+            found += part.values()
+        elif isinstance(part, functools.partial):
+            found += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(getattr(part, "__self__", None), optax.MultiSteps):
+            found += vars(part.__self__).values()
+        elif isinstance(part, FunctionType):
+            yield part
+            # A cell whose variable has no value yet is equal to an empty one.
+            found += [cell.cell_contents for cell in part.__closure__ or () if cell != CellType()]
 
 
 def _put(tree: Any, shardings: Any, **options: Any) -> Any:

@@ -440,6 +440,13 @@ class TrainStep:
                 problem = f"`opt_state` is not that of the step's optimizer: {difference}"
                 raise ConfigError(f"{problem}; {fix}", key="tx")
         shardings = shardings_of(state)
+        if self._donate:
+            names: dict[int, str] = {}
+            for path, leaf in jax.tree.leaves_with_path(state):
+                name = f"state{jax.tree_util.keystr(path)}"
+                if (other := names.setdefault(id(leaf), name)) is not name:
+                    problem = f"{other} and {name} are one array, and a step donates each to what it becomes"
+                    raise ConfigError(f"{problem}; copy one with jax.tree.map(jnp.copy, ...)", key="state")
         for path, sharding in jax.tree.leaves_with_path(shardings):
             if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
                 problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
@@ -450,7 +457,8 @@ class TrainStep:
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
         if is_scattered(shardings.params, axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
-            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True"
+            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True; or give "
+            fix += f"train_step batch_axes=BatchAxes(replica=(), rows={axes.rows}): the compiler then gathers them where it must"
             raise ConfigError(f"{problem}; {fix}", key=key)
         found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
         if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):

@@ -77,6 +77,14 @@ def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
         one_step(loss, mesh_name=mesh_name, engine=engine)
 
 
+def test_text_in_aux_and_keys_taken_for_one_key_are_named():
+    """Both end in errors of JAX otherwise, which name neither the loss function nor what to change."""
+    with pytest.raises(ConfigError, match=r"returned a str as aux\['name'\], which must be a number"):
+        one_step(lambda *args: (*loss_fn(*args)[:2], {"name": "x"}))
+    with pytest.raises(ConfigError, match=r"used `keys`, one random key per row, as one key: take jax.vmap"):
+        one_step(lambda p, b, keys: (jnp.sum(b["x"] * jax.random.bernoulli(keys)), 1, {}))
+
+
 def test_aux_as_long_as_the_rows_is_no_value_per_row():
     """Counts of 16 classes are summed over a microbatch of 16 rows; so is what a loss function for 16 rows alone returns."""
 

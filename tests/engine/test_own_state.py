@@ -1,6 +1,7 @@
 """A training state of one's own: subclasses of Flax's TrainState, aliased buffers, and what a caller keeps."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -8,9 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import ScaledState, flax_state, history, loss_fn, mesh_of, new_params, plan_for, rows, start, train
+from helpers.toy import (
+    ScaledState,
+    flax_state,
+    history,
+    loss_fn,
+    mesh_of,
+    new_params,
+    plain_loss_fn,
+    plan_for,
+    rows,
+    start,
+    train,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import rampup
 from rampup.engine.mesh import make_mesh
@@ -208,3 +224,68 @@ def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, en
         with pytest.raises(rampup.ConfigError, match=words) as caught:
             step(wrong, next(step.batches(rows())))
         assert (caught.value.key, step.num_compilations) == ("tx", 0)
+
+
+def test_what_is_no_tree_of_arrays_is_refused():
+    """An NNX model and a tree with functions would train without their statistics, or end in an error of JAX."""
+    mesh, tx = mesh_of("one"), optax.sgd(0.1)
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    with pytest.raises(rampup.ConfigError, match=r"\['net'\] is an NNX module \(BatchNorm\).* rampup.split_model"):
+        rampup.create_state({"net": model}, tx, mesh)
+    for leaf in (jax.nn.relu, "words", np.array(["words"])):
+        params = {"w": jnp.ones(2), "activation": leaf}
+        with pytest.raises(rampup.ConfigError, match=r"params\['activation'\] is .* not an array of numbers.*eqx.partition"):
+            rampup.create_state(params, tx, mesh)
+    state = rampup.create_state({"w": 1.0, "key": jax.random.key(0), "half": jnp.bfloat16(1)}, optax.identity(), mesh)
+    assert len(jax.tree.leaves(state.params)) == 3
+
+
+LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
+SAM = [optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=is_opaque) for is_opaque in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("tx", "words"),
+    [
+        (optax.lbfgs(), "a line search, as in optax.lbfgs"),
+        (optax.partition({"a": optax.lbfgs(), "b": optax.sgd(1)}, {"in": "a", "out": "b"}), "a line search"),
+        (optax.MultiSteps(SAM[0], 2).gradient_transformation(), r"sam\(opaque_mode=True\)"),
+        (optax.chain(optax.clip(1), LOOKAHEAD), "optax.lookahead, .* pairs of parameters"),
+    ],
+    ids=["lbfgs", "partition", "sam", "lookahead"],
+)
+def test_optimizers_that_need_more_than_a_gradient_are_refused(tx, words):
+    """They are named wherever Optax nests them, before anything is compiled; the transparent form of sam is not refused."""
+    mesh = mesh_of("one")
+    with pytest.raises(rampup.ConfigError, match=words):
+        rampup.create_state(new_params(mesh), tx, mesh)
+    with pytest.raises(rampup.ConfigError, match=words):
+        rampup.train_step(loss_fn, tx, plan_for(mesh), mesh)
+    train(*start(tx=SAM[1]), steps=1)
+
+
+def test_a_donated_array_that_is_in_the_state_twice_is_named():
+    """A moving average that starts as the parameters without a copy would be deleted with them."""
+
+    class Averaged(rampup.TrainState):
+        ema: Any = None
+
+    step, state = start()
+    state = Averaged(**vars(state))
+    with pytest.raises(rampup.ConfigError, match=r"state.params\['in'\] and state.ema\['in'\] are one array"):
+        train(step, state.replace(ema=state.params), steps=1)
+    train(step, state.replace(ema=jax.tree.map(jnp.copy, state.params)), steps=1)
+
+
+def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers():
+    """As with the default of many programs, parameters in parts on the data axis: `batch_axes` of the error trains them."""
+    mesh = mesh_of("data")
+    params = {name: jax.device_put(x, NamedSharding(mesh, P("data"))) for name, x in new_params(mesh_of("one")).items()}
+    with pytest.raises(rampup.ConfigError, match="sharded over data") as caught:
+        train(*start("data", plain_loss_fn, params=params), steps=1)
+    offered = eval(re.search(r"batch_axes=(BatchAxes\(.*?\)\))", str(caught.value))[1], {"BatchAxes": rampup.BatchAxes})
+    assert offered == rampup.BatchAxes(replica=(), rows=("data", "fsdp"))
+    state, _ = train(*start("data", plain_loss_fn, params=params, batch_axes=offered), steps=3)
+    expected, _ = train(*start("one", plain_loss_fn), steps=3)
+    for name, x in expected.params.items():
+        np.testing.assert_allclose(state.params[name], x, rtol=1e-5, atol=1e-6)
