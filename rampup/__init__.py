@@ -22,8 +22,10 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.data.batches import BatchLoader as BatchLoader
     from rampup.data.batches import microbatches as microbatches
     from rampup.data.batches import step_batches as step_batches
+    from rampup.data.batches import stream_batches as stream_batches
     from rampup.dialects import check_command as check_command
     from rampup.dialects import check_file as check_file
+    from rampup.engine.accumulate import AccumulatedLoss as AccumulatedLoss
     from rampup.engine.accumulate import accumulate as accumulate
     from rampup.engine.accumulate import multi_steps as multi_steps
     from rampup.engine.batch import Batch as Batch
@@ -57,6 +59,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.lm.train import Run as Run
     from rampup.lm.train import train as train
     from rampup.loop.checkpoint import CheckpointOptions as CheckpointOptions
+    from rampup.loop.components import Component as Component
     from rampup.loop.loop import EvalOptions as EvalOptions
     from rampup.loop.loop import Loop as Loop
     from rampup.loop.loop import Summary as Summary
@@ -104,10 +107,11 @@ _HOMES = {
     "rampup.plan.topology": "Topology",
     "rampup.rl.load": "load",
     "rampup.rl.plan": "RolloutPlan",
-    "rampup.engine.accumulate": "accumulate multi_steps",
+    "rampup.engine.accumulate": "AccumulatedLoss accumulate multi_steps",
     "rampup.engine.batch": "Batch",
     "rampup.loop.checkpoint": "CheckpointOptions",
-    "rampup.data.batches": "BatchLoader microbatches step_batches",
+    "rampup.loop.components": "Component",
+    "rampup.data.batches": "BatchLoader microbatches step_batches stream_batches",
     "rampup.inspection.inspect": "Inspection inspect",
     "rampup.loop.loop": "EvalOptions Loop Summary",
     "rampup.engine.mesh": "BatchAxes make_mesh",

@@ -458,7 +458,7 @@ class TrainStep:
         if is_scattered(shardings.params, axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
             fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True; or give "
-            fix += f"train_step batch_axes=BatchAxes(replica=(), rows={axes.rows}): the compiler then gathers them where it must"
+            fix += f"train_step batch_axes=BatchAxes(replica=(), rows={axes.rows}): the compiler gathers them where it must"
             raise ConfigError(f"{problem}; {fix}", key=key)
         found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
         if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
