@@ -1,8 +1,10 @@
 """Published scaling laws for the batch size of language-model pre-training: how large it may be, before any run.
 
-Two different quantities have laws. The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* batch is
-the largest that costs few additional tokens, so it is larger. Both grow with the tokens of the run and hardly with the model.
-The laws were fitted on other data, tokenizers, optimizers and schedules, so their spread is part of the answer.
+Two different quantities have laws. The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* laws say
+what a larger batch costs, in one definition here: with D_min the tokens that a very small batch needs for a loss, a batch B
+needs D_min * (1 + B / B_100%) (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So B_100% needs twice the tokens, and
+0.2 * B_100% needs 20% more. The laws were fitted on other data, tokenizers, optimizers and schedules, so their spread is part
+of the answer.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from typing import Any, NamedTuple
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import parse_count
 
+# The shares of additional tokens for which each critical law is evaluated. The range that is recommended is that of `ADVISED`.
+OVERHEADS = {"5%": 0.05, "20%": 0.2, "100%": 1.0}
+ADVISED = "20%"
+
 
 class ScalingLaw(NamedTuple):
     """One published law."""
@@ -22,97 +28,171 @@ class ScalingLaw(NamedTuple):
     source: str
     batch_tokens: Callable[[int, int], float]  # from the tokens D of the run and the parameters N of the model
     needs_params: bool = False  # whether it depends on N
+    overhead: float | None = None  # of a critical law: the share of additional tokens that its batch needs
+    learning_rate: Callable[[int, int], float] | None = None  # the peak rate of Adam that the source fits beside its batch
+    rate_formula: str = ""
+
+    @property
+    def kind(self) -> str:
+        """`optimal` or `critical`."""
+        return "optimal" if self.overhead is None else "critical"
 
 
 POWER_LINES = "Bergsma et al. 2025, arXiv 2505.13738"
-OPTIMAL = (
+LAWS = (
     ScalingLaw(
         "Power Lines, optimal",
         "0.0306 * D**0.383 sequences of 2,048 tokens",
         POWER_LINES,
         lambda d, n: 2048 * 0.0306 * d**0.383,
     ),
-    ScalingLaw("Step Law", "0.58 * D**0.571 tokens", "Li et al. 2025, arXiv 2503.04715", lambda d, n: 0.58 * d**0.571),
+    ScalingLaw(
+        "Step Law",
+        "0.58 * D**0.571 tokens",
+        "Li et al. 2025, arXiv 2503.04715",
+        lambda d, n: 0.58 * d**0.571,
+        learning_rate=lambda d, n: 1.79 * n**-0.713 * d**0.307,
+        rate_formula="1.79 * N**-0.713 * D**0.307",
+    ),
     ScalingLaw(
         "DeepSeek LLM",
         "0.2920 * C**0.3271 tokens, C = M * D FLOPs, M = 6 * N without those of attention",
         "DeepSeek-AI 2024, arXiv 2401.02954, section 3.1",
         lambda d, n: 0.2920 * (6.0 * n * d) ** 0.3271,
         needs_params=True,
+        learning_rate=lambda d, n: 0.3118 * (6.0 * n * d) ** -0.125,
+        rate_formula="0.3118 * C**-0.125",
     ),
     ScalingLaw(
         "nanochat",
-        "2**19 * (D / 1.32B)**0.383 tokens",
+        "2**19 * (D / 1.32B)**0.383 tokens: the exponent of Power Lines through one point, its model d12",
         "karpathy/nanochat, scripts/base_train.py",
         lambda d, n: 2**19 * (d / 1_321_210_944) ** 0.383,
     ),
-)
-CRITICAL = (
     ScalingLaw(
         "Power Lines, critical",
-        "0.0471 * D**0.462 sequences of 2,048 tokens, D the tokens that a small batch needs for the same loss",
+        "0.0471 * D**0.462 sequences of 2,048 tokens, which need twice the D tokens that a small batch needs",
         POWER_LINES,
         lambda d, n: 2048 * 0.0471 * d**0.462,
+        overhead=1.0,
     ),
     ScalingLaw(
         "Zhang et al.",
-        "22.91 * (D / 1M)**0.47 sequences of 512 tokens",
+        "22.91 * (D / 1M)**0.47 sequences of 512 tokens, which need 20% more tokens",
         "Zhang et al. 2024, arXiv 2410.21676",
         lambda d, n: 512 * 22.91 * (d / 1e6) ** 0.47,
+        overhead=0.2,
     ),
     ScalingLaw(
         "Kaplan et al.",
-        "2e8 * L**(-1 / 0.21) tokens, with their loss L(N, D) at the end of the run",
+        "2e8 * L**(-1 / 0.21) tokens, which need twice the tokens, with their loss L(N, D) at the end of the run",
         "Kaplan et al. 2020, arXiv 2001.08361, sections 4.1 and 5.1",
         lambda d, n: 2e8 * (((6.4e13 / n) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103) ** (-1 / 0.21),
         needs_params=True,
+        overhead=1.0,
     ),
 )
 NOTES = (
-    "optimal: lowest loss for the tokens; critical: the largest batch that costs few more tokens",
+    "optimal: lowest loss for the tokens; critical: the batch that needs so many more tokens for the same loss",
+    f"take the range of the column +{ADVISED}; a batch of the column +100% doubles the tokens",
+    "steps are those of all tokens, the additional ones included",
     "the laws were fitted on runs of other data, models and schedules; outside of their scale they extrapolate",
-    "of Power Lines and Zhang et al., the exponents are confirmed by other public texts, the factors are not",
+    "N of Kaplan et al. and of DeepSeek is without the embeddings",
+    "of Power Lines, the exponents are confirmed by other public texts, the factors are not",
+    "nanochat's law overshoots at larger models: its pull request 851 caps the batch at 2**20 tokens, because a model d34 at "
+    "2**21 was 4 to 6 times less efficient in tokens than a d24",
     "a run can start smaller: measured critical batches grow during training (Merrill et al. 2025, arXiv 2505.23971)",
 )
+EXCEEDS = (
+    "the largest optimal batch is above the smallest critical one, because the laws come from different runs; where the two "
+    "overlap, take the smaller"
+)
+NO_RATE = "the learning rates are peak rates of Adam for the batch of their own law"
 
 
-def suggest_batch(train_tokens: str | int, params: str | int | None = None) -> dict[str, Any]:
+def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, tuned: str | None = None) -> dict[str, Any]:
     """Return the batch sizes that published scaling laws give for a run, as `rampup suggest --train-tokens --json` prints them.
 
     Args:
-        train_tokens: tokens of the run, such as `"300B"`.
+        train_tokens: tokens of the run, such as `"300B"`: those that a small batch would need.
         params: parameters of the model, such as `"7B"`; of a mixture of experts, those active per token. None leaves out the
             laws that need them.
+        tuned: a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`. Each law then has the rate
+            for its batch by the square-root rule (Malladi et al. 2022, arXiv 2205.10287).
 
     Raises:
-        RampupError: a number is not a whole number from 1 to 10**18; both problems at once.
+        RampupError: a number is not a whole number from 1 to 10**18, or `tuned` is no such pair; all problems at once.
 
     Example:
         >>> found = suggest_batch("20B", "1B")
         >>> found["optimal_batch_tokens"], found["critical_batch_tokens"]
-        ([441892, 1484335], [1232478, 5538941])
+        ([441892, 1484335], [651867, 1232478])
+        >>> found["laws"][-1]["batch_tokens_at_overhead"], found["laws"][-1]["steps_at_overhead"]
+        ({'5%': 162967, '20%': 651867, '100%': 3259335}, {'5%': 128860, '20%': 36817, '100%': 12272})
     """
+    d, n, pair = _numbers(train_tokens, params, tuned)
+    known = [law for law in LAWS if n is not None or not law.needs_params]
+    rows = [_evaluate(law, d, n, pair) for law in known]
+    optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
+    critical = [row["batch_tokens_at_overhead"][ADVISED] for row in rows if row["kind"] == "critical"]
+    notes = list(NOTES)
+    if max(optimal) > min(critical):
+        notes.insert(0, EXCEEDS)
+    if left_out := [law.name for law in LAWS if law not in known]:
+        notes.insert(0, f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}")
+    if any("learning_rate" in row for row in rows):
+        notes.append(NO_RATE)
+    if pair is None:
+        notes.append("--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned")
+    ranges = {
+        f"{kind}_batch_tokens": [min(sizes), max(sizes)] for kind, sizes in (("optimal", optimal), ("critical", critical))
+    }
+    return {"train_tokens": d, "params": n, "laws": rows, **ranges, "notes": notes}
+
+
+def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None) -> dict[str, Any]:
+    """Return a law's row for D tokens and N parameters."""
+    size = max(round(law.batch_tokens(d, n or 0)), 1)
+    row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
+    if law.overhead is None:
+        row["steps"] = -(-d // size)
+    else:
+        sizes = {name: max(round(size * share / law.overhead), 1) for name, share in OVERHEADS.items()}
+        row["batch_tokens_at_overhead"] = sizes
+        row["steps_at_overhead"] = {name: round(d * (1 + share) / sizes[name]) for name, share in OVERHEADS.items()}
+        size = sizes[ADVISED]
+    row |= {"formula": law.formula, "source": law.source}
+    if law.learning_rate is not None and n is not None:
+        row |= {"learning_rate": law.learning_rate(d, n), "learning_rate_formula": law.rate_formula}
+    if tuned is not None:
+        rate, batch = tuned
+        row["learning_rate_from_tuned"] = rate * (size / batch) ** 0.5
+    return row
+
+
+def _numbers(
+    train_tokens: str | int, params: str | int | None, tuned: str | None
+) -> tuple[int, int | None, tuple[float, int] | None]:
+    """Return the tokens, the parameters, and the tuned rate with its batch."""
     problems: list[RampupError] = []
-    counts = {"train-tokens": train_tokens, **({} if params is None else {"params": params})}
-    numbers = {}
-    for key, value in counts.items():
+    found: dict[str, Any] = {"train-tokens": train_tokens, "params": params}
+    for key, value in found.items():
+        if value is not None:
+            try:
+                found[key] = parse_count(value, what=key, key=key)
+                if found[key] < 1:
+                    problems.append(ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,)))
+            except RampupError as error:
+                problems.append(error)
+    pair = None
+    if tuned is not None:
+        rate, _, batch = tuned.partition("@")
         try:
-            numbers[key] = parse_count(value, what=key, key=key)
-            if numbers[key] < 1:
-                problems.append(ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,)))
-        except RampupError as error:
-            problems.append(error)
+            pair = float(rate), parse_count(batch, what="tuned", key="tuned")
+        except (ValueError, RampupError):
+            pair = 0.0, 0
+        if not (0 < pair[0] < float("inf") and pair[1] >= 1):
+            text = f"tuned={tuned} must be a learning rate and its batch in tokens, such as 3e-4@0.5M"
+            problems.append(ConfigError(text, key="tuned", nearest=("3e-4@0.5M",)))
     raise_together(problems)
-    d, n = numbers["train-tokens"], numbers.get("params")
-    rows, ranges = list[dict[str, Any]](), dict[str, list[int]]()
-    for kind, laws in (("optimal", OPTIMAL), ("critical", CRITICAL)):
-        known = [law for law in laws if n is not None or not law.needs_params]
-        sizes = [max(round(law.batch_tokens(d, n or 0)), 1) for law in known]
-        ranges[f"{kind}_batch_tokens"] = [min(sizes), max(sizes)]
-        rows += [
-            {"name": law.name, "kind": kind, "batch_tokens": size, "formula": law.formula, "source": law.source}
-            for law, size in zip(known, sizes, strict=True)
-        ]
-    left_out = [law.name for law in OPTIMAL + CRITICAL if law.needs_params and n is None]
-    notes = [f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}"] if left_out else []
-    return {"train_tokens": d, "params": n, "laws": rows, **ranges, "notes": [*notes, *NOTES]}
+    return found["train-tokens"], found["params"], pair

@@ -14,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from rampup.batch_size.scaling_laws import ADVISED
 from rampup.plan.plan import PHASE_TITLES, RampPlan
 from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
 
@@ -226,13 +227,22 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     """Print the batch that each scaling law gives, with its source, and the ranges."""
     tokens, model = found["train_tokens"], "" if found["params"] is None else f", {found['params']:,} parameters"
     console.print(f"{tokens:,} tokens{model}: batch size in tokens")
-    table = make_table(console, ["", "law", "batch", "steps"], left=2)
-    for law in found["laws"]:
-        formula, size = f"{law['name']}: {law['formula']} ({law['source']})", law["batch_tokens"]
-        table.add_row(law["kind"], formula, format_si(size), f"{-(-tokens // size):,}")
-    console.print(table)
-    ranges = (f"{kind} {' to '.join(map(format_si, found[f'{kind}_batch_tokens']))}" for kind in ("optimal", "critical"))
-    console.print("; ".join(ranges))
+    for kind in ("optimal", "critical"):
+        laws = [law for law in found["laws"] if law["kind"] == kind]
+        shares = ["batch"] if kind == "optimal" else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]
+        rates = {"learning_rate": "rate", "learning_rate_from_tuned": "rate of\nyour pair"}
+        columns = {name: title for name, title in rates.items() if any(name in law for law in laws)}
+        steps = "steps" if kind == "optimal" else f"steps\nat +{ADVISED}"
+        table = make_table(console, [kind, *shares, steps, *columns.values()], left=1)
+        for law in laws:
+            sizes = law.get("batch_tokens_at_overhead", {"": law["batch_tokens"]})
+            count = law["steps"] if kind == "optimal" else law["steps_at_overhead"][ADVISED]
+            own = [f"{law[name]:.2g}" if name in law else "" for name in columns]
+            formula = f"{law['name']}: {law['formula']} ({law['source']})"
+            table.add_row(formula, *map(format_si, sizes.values()), f"{count:,}", *own)
+        console.print(table)
+    critical, optimal = (" to ".join(map(format_si, found[f"{kind}_batch_tokens"])) for kind in ("critical", "optimal"))
+    console.print(f"{critical} for {ADVISED} more tokens; optimal {optimal}")
     for note in found["notes"]:
         console.print(f"- {note}")
 
