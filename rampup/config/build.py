@@ -96,6 +96,7 @@ def build_plan(
             num_repeats=num_repeats,
             num_pipeline_microbatches=config.num_pipeline_microbatches,
             rampup_microbatch=config.rampup_microbatch,
+            whole_batch=config.whole_batch,
             microbatch_size=config.microbatch_size,
             strict_multiple=config.pipeline_strict_multiple,
             delay_activation_forwarding=config.pipeline_delay_activation_forwarding,

@@ -124,6 +124,11 @@ class RampKeys(Settings):
     microbatch_size: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
         Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every
         phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.""")
+    whole_batch: bool = _batch(False, own=True, doc="""
+        Every batch is one microbatch, and the loss sees all its rows, as a contrastive loss or normalization over the batch
+        has to. Each batch size compiles its own program, which the run waits for, and a step needs the memory of its whole
+        batch. The compiler reduces gradients. rampup_microbatch then has no effect. Needs gradient_accumulation=fused and
+        gradient_accumulation_steps=1, and no pipeline.""")
     wait_for_compilation: bool = _batch(False, own=True, doc="""
         If a phase has another microbatch shape, wait for its program instead of running in the shape of an earlier phase until
         it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always
@@ -502,8 +507,13 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
             needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
             if self.measure_gradient_noise:
                 refuse("measure_gradient_noise", f"measure_gradient_noise=true {needs}", False)
+            if self.whole_batch:
+                refuse("whole_batch", f"whole_batch=true {needs}", False)
             if (dtype := self.gradient_accumulator_dtype) != "float32":
                 refuse("gradient_accumulator_dtype", f"gradient_accumulator_dtype={dtype} {needs}", "float32")
+        if self.whole_batch and self.measure_gradient_noise:
+            rule = "measure_gradient_noise=true compares microbatches, but with whole_batch=true a step has only one"
+            refuse("measure_gradient_noise", rule, False)
         size, tiles = self.vocab_size, self.num_vocab_tiling
         if self.dataset_type == "text" and size < 256:
             refuse("vocab_size", f"vocab_size={size} must be at least 256 for dataset_type=text, whose tokens are bytes", 256)
@@ -519,7 +529,7 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided later.
             own_rate = "none" if self.learning_rate_batch_scaling == "none" else "auto"
-            needed = AUTO_IMPLIES | {"rampup_microbatch": "fixed", "batch_scaling": "none"}
+            needed = AUTO_IMPLIES | {"rampup_microbatch": "fixed", "whole_batch": False, "batch_scaling": "none"}
             needed |= {"learning_rate_batch_scaling": own_rate, "seesaw_factor": None}
             for name, legal in (needed | {"train_samples": None, "train_tokens": None}).items():
                 if getattr(self, name) != legal:

@@ -24,7 +24,7 @@ from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constrain
 from rampup.engine.replicas import Replicas
 from rampup.engine.totals import Sums, Totals, accumulator, fill, floating, has_integers, is_floating, safe_reciprocal
 from rampup.engine.zero import is_scattered
-from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
+from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
 # What Flax calls the part of the parameters of its float8 layers whose gradients are new values.
@@ -149,8 +149,23 @@ class AccumulatedLoss:
         return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
 
 
-def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
-    """Return a loss of one of these kinds as a `SummableLoss`, with these batch axes if they are given."""
+def summable(
+    loss: LossFn | SummableLoss, mesh: Mesh, batch_axes: BatchAxes | None = None, *, whole_batch: bool = False
+) -> SummableLoss:
+    """Return a loss of one of these kinds as a `SummableLoss`, with these batch axes if they are given.
+
+    With `whole_batch`, they have no replicas, and a loss that sees the rows of one device, or sums by itself, is refused.
+    """
+    if whole_batch:
+        batch_axes = BatchAxes.whole(mesh, batch_axes)
+        problem = None
+        if isinstance(loss, SummableLoss) and not isinstance(loss, AccumulatedLoss):
+            problem = f"{a_type(loss)} runs microbatches by itself"
+        elif getattr(loss, "param_shardings", None) is not None:
+            problem = "an AccumulatedLoss with `param_shardings` sees the rows of one device"
+        if problem:
+            rule = "whole_batch=True needs a loss function that takes whole parameters and all rows"
+            raise ConfigError(f"{rule}, but {problem}; give the function itself", key="whole_batch", nearest=(False,))
     if not isinstance(loss, SummableLoss):
         return AccumulatedLoss(loss, batch_axes)
     return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
@@ -185,6 +200,7 @@ def accumulate(
     param_shardings: Any = None,
     mutable: Any = None,
     batch_axes: BatchAxes | None = None,
+    whole_batch: bool = False,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
@@ -205,15 +221,20 @@ def accumulate(
             end, floating-point leaves become their mean over the replicas, and integers and booleans their maximum. Random keys
             must be the same on all replicas.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
+        whole_batch: the loss function sees all rows of a step; see `train_step`. K is 1, as with the batches of
+            `plan.with_whole_batches()`.
 
     Returns:
         The sums over the global batch. Their method `mean_grads` returns the gradient for the optimizer.
 
     Raises:
-        ConfigError: `num_microbatches` is not a number from 0 to K.
+        ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with `whole_batch`.
     """
-    loss: Any = summable(loss_fn, batch_axes)
+    loss: Any = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
     number, K = num_microbatches, jax.tree.leaves(batch_KR)[0].shape[0]
+    if whole_batch and K != 1:
+        rule = f"whole_batch=True takes a buffer of one microbatch, which is the whole batch, but this one has room for {K}"
+        raise ConfigError(f"{rule}; make its batches with plan.with_whole_batches()", key="whole_batch", nearest=(False,))
     is_traced = isinstance(number, jax.core.Tracer)
     if not is_traced and (not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K):
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -67,6 +67,20 @@ class BatchAxes:
         if axes.rows[: len(axes.replica)] != axes.replica:
             raise ConfigError(f"rows={axes.rows} of batch_axes must start with replica={axes.replica}", key="batch_axes")
         return axes
+
+    @classmethod
+    def whole(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
+        """Return the axes of a loss that sees whole batches: those of the rows, without replicas.
+
+        Raises:
+            ConfigError: `axes` names replicas.
+        """
+        found = cls.of(mesh, axes)
+        if axes is not None and found.replica:
+            rule = "whole_batch=True is for a loss that sees the rows of all devices together, but each replica of"
+            fix = f"give BatchAxes(replica=(), rows={found.rows})"
+            raise ConfigError(f"{rule} batch_axes with replica={found.replica} sees its own; {fix}", key="batch_axes")
+        return replace(found, replica=())
 
     def num_replicas(self, mesh: Mesh) -> int:
         """Return the number of copies of the parameters."""

@@ -6,7 +6,8 @@ the gradient inside the loop, once per microbatch; each replica adds up its own 
 ======  =========================================================  ========================================================
 way     when                                                       the sum over microbatches runs
 ======  =========================================================  ========================================================
-plain   one replica, and a loss that takes whole parameters        as it is, on all rows
+plain   rows on one device, and a loss that takes whole parameters as it is
+compiled no replicas: the loss sees whole batches                    as it is, on all rows; the compiler partitions them
 manual  at most one other axis has several devices, or the loss    in a `jax.shard_map` over the replicas, on the rows of one
         takes shards
 mapped  two or more other axes have several devices, which XLA     in a `jax.vmap` over the replicas; only the reduction is

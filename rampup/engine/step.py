@@ -57,6 +57,7 @@ def train_step(
     shard_optimizer_over_data: bool = False,
     wait_for_compilation: bool | None = None,
     measure_gradient_noise: bool = False,
+    whole_batch: bool = False,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -98,6 +99,10 @@ def train_step(
         measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, from which
             `rampup.NoiseScale` estimates the gradient noise scale. Needs the engine `fused` and at least two blocks in every
             step, where a block is one microbatch on one replica.
+        whole_batch: the loss sees all rows of a step, for one in which rows interact: a contrastive loss, normalization over
+            the batch, a quotient of sums. The plan's batches are split again, into one microbatch each, so take them from the
+            step. Each batch size has a program of its own, which the step waits for, and needs the memory of its whole batch.
+            The compiler partitions the rows, and reduces the gradients. Also True if the plan has whole batches.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -121,18 +126,33 @@ def train_step(
         problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
         fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
         raise ConfigError(f"{problem}; {fix}", key="tx")
+    whole_batch |= plan.splitter.whole_batch
     reasons = {
-        "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
-        "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
+        "shard_optimizer_over_data": (shard_optimizer_over_data, "multi_steps runs the optimizer at every microbatch"),
+        "measure_gradient_noise": (
+            measure_gradient_noise,
+            "with multi_steps, all microbatches count equally whatever they weigh",
+        ),
+        "whole_batch": (whole_batch, "a batch of one microbatch has nothing to accumulate"),
     }
-    for (key, reason), is_on in zip(reasons.items(), (shard_optimizer_over_data, measure_gradient_noise), strict=True):
+    for key, (is_on, reason) in reasons.items():
         if is_on and engine == "multi_steps":
             raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reason}", key=key, nearest=(False,))
     check_step_number(plan.total_steps)
     check_plan_fits(plan, mesh, batch_axes)
     mesh = auto_view(mesh)
-    loss, axes = summable(loss_fn, batch_axes), BatchAxes.of(mesh, batch_axes)
+    axes = BatchAxes.of(mesh, batch_axes)
+    loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
     loss.check(mesh, engine)
+    if whole_batch:
+        if wait_for_compilation is False:
+            problem = "whole_batch=True waits for the program of each batch size: another shape would be a part of the batch"
+            raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
+        if measure_gradient_noise:
+            problem = "measure_gradient_noise=true compares microbatches, but with whole_batch=True a step has only one"
+            raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
+        plan, wait_for_compilation = plan.with_whole_batches(), True
+        batch_axes = BatchAxes.whole(mesh, batch_axes)
     planned = plan.splitter.num_repeats
     if planned != (repeats := getattr(loss, "num_repeats", planned)):
         problem = f"the plan has num_repeats={planned}, but the loss has num_repeats={repeats}; give both the same"
@@ -408,6 +428,8 @@ class TrainStep:
             if batch.layout in layouts:
                 self._layouts.add(batch.layout)
                 return
+            if self._plan.splitter.whole_batch:
+                raise DataError("with whole_batch=True, a step takes its own batches: step.batches(...), stream or batch")
             if not self._is_fused and batch.layout.chunk_size != 1:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
                 problem = f"{problem}; give chunk_size=1 to step_batches"
@@ -451,7 +473,7 @@ class TrainStep:
             if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
                 problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
                 raise ConfigError(f"{problem}; place the state with rampup.prepare_state(state, mesh)", key="state")
-        axes = BatchAxes.of(self._mesh, self._batch_axes)
+        axes = self._update.scatter_axes or BatchAxes.of(self._mesh, self._batch_axes)
         # An axis of one device shards nothing, even if a sharding names it.
         axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
@@ -543,16 +565,25 @@ def _difference(expected: Any, found: Any) -> str | None:
 
 
 class EvalStep:
-    """A compiled evaluation step: sums loss and weight over a batch. It takes the same loss function as `train_step`."""
+    """A compiled evaluation step: sums loss and weight over a batch. It takes the same loss function as `train_step`.
 
-    def __init__(self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None) -> None:
-        self._loss, self._mesh = summable(loss_fn, batch_axes), auto_view(mesh)
+    With `whole_batch`, the loss sees all rows of a batch, which is then one microbatch, as in a plan of a constant batch.
+    """
+
+    def __init__(
+        self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None, whole_batch: bool = False
+    ) -> None:
+        self._loss, self._whole_batch = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch), whole_batch
+        self._mesh = auto_view(mesh)
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of one size share a program."""
         if not isinstance(batch, Batch):
             raise DataError(f"an EvalStep takes a Batch, such as `step_batches` yields, and not {a_type(batch)}")
+        if self._whole_batch and batch.num_microbatches > 1:
+            problem = f"whole_batch=True evaluates a batch of one microbatch, but this one has {batch.num_microbatches}"
+            raise DataError(f"{problem}; make it with plan.with_whole_batches()")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
         sums = functools.partial(eval_sums, self._loss, self._mesh, shardings_of(state))
         with auto_context(self._mesh):

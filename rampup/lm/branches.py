@@ -372,6 +372,7 @@ class _SampleWindow(SampleOrder):
 
 # What the branches set in the rule that splits the run's batches.
 _OWN_SPLITS = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1, "tick_overhead": None}
+_OWN_SPLITS |= {"whole_batch": False}
 
 
 def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:

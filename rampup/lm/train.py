@@ -158,9 +158,14 @@ class TrainSetup:
             types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
         if splitter.num_stages > 1:
             loss: Any = model.pipelined(splitter.num_repeats, keep=config.pipeline_keep)
-        elif config.measure_gradient_noise or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1):
+        elif (
+            config.whole_batch
+            or config.measure_gradient_noise
+            or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1)
+        ):
             # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of
-            # them over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters.
+            # them over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters, as it does
+            # for a loss that sees whole batches.
             loss = AccumulatedLoss(model.loss)
         else:
             loss = model.sharded_loss(self.mesh)
@@ -188,7 +193,7 @@ class TrainSetup:
         plan, without_dropout = self.plan, replace(self, model=replace(self.model, dropout_rate=0.0))
         options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
         eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
-        return EvalStep(without_dropout.loss, self.mesh), eval_plan
+        return EvalStep(without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""

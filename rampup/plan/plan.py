@@ -12,7 +12,7 @@ from typing import Any
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampDefinitionError, raise_together
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import MAX_COUNT, plain_number
+from rampup.plan.numbers import AUTO, MAX_COUNT, plain_number
 from rampup.plan.pipeline import PipelineCandidate
 from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
@@ -207,6 +207,20 @@ class RampPlan:
         batch = self.ramp.phases[phase].global_batch_size
         return tuple(split for size in sizes if (split := self.splitter.split_with(batch, size)) is not None)
 
+    def with_whole_batches(self) -> RampPlan:
+        """Return this plan with every batch as one microbatch, for a loss that has to see all its rows.
+
+        Raises:
+            ConfigError: the plan has accumulation steps or pipeline stages.
+
+        Example:
+            >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:16 64:32"), splitter=BatchSplitter(data_parallel_size=4),
+            ...     num_devices=4, total_steps=8)
+            >>> [(s.num_microbatches, s.microbatch_size) for s in plan.with_whole_batches().splits]
+            [(1, 4), (1, 8)]
+        """
+        return replace(self, splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO))
+
     @property
     def global_batch_to_load(self) -> int:
         """Samples per step after the ramp if all hosts loaded (MaxText `global_batch_size_to_load`); see `loading`."""
@@ -311,6 +325,11 @@ class RampPlan:
             faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
             cost = f"if a pipeline tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples"
             notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
+        if self.splitter.whole_batch:
+            sizes = {split.microbatch_size for split in self.splits}
+            programs = f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits for each"
+            memory = f"a replica holds the activations of up to {max(sizes):,} samples, as nothing is accumulated"
+            notes.append(f"with whole_batch, {programs}; {memory}")
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
         if unreached:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")

@@ -74,6 +74,8 @@ class BatchSplitter:
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
         min_microbatches: with an automatic b, the microbatches per replica and step to aim for. If no b gives so many, b is 1.
+        whole_batch: every batch is one microbatch, whatever `rampup_microbatch` says, for a loss that has to see all its rows.
+            One shape for each batch size. Needs G = 1, p = 1 and an automatic b.
         tick_overhead: fixed cost of a pipeline tick, in samples per replica (see `pipeline.predicted_time`). If it is set, an
             automatic m is the one with the lowest predicted time: in every phase with `per_phase`; in the last phase with
             `fixed`, whose microbatch size then serves all phases. If it is None, m is the smallest legal one.
@@ -95,6 +97,7 @@ class BatchSplitter:
     delay_activation_forwarding: bool = False
     tick_overhead: Fraction | None = None
     min_microbatches: int = 1
+    whole_batch: bool = False
 
     def __post_init__(self) -> None:
         raise_together([*self._problems()])
@@ -115,6 +118,13 @@ class BatchSplitter:
             rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
             fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
             yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
+        if self.whole_batch:
+            wanted = {"gradient_accumulation_steps": (G, 1), "num_stages": (p, 1), "microbatch_size": (b, AUTO)}
+            for name, (size, legal) in wanted.items():
+                if size != legal:
+                    rule = f"whole_batch=true makes every batch one microbatch, so it needs {name}={legal}, not {size}"
+                    key = "ici_pipeline_parallelism" if name == "num_stages" else name
+                    yield ConfigError(f"{rule}; set it, or whole_batch=false", key=key, nearest=(legal,))
         if m == AUTO or p < 1:
             return
         key = "num_pipeline_microbatches"
@@ -206,7 +216,7 @@ class BatchSplitter:
         """
         raise_together([p for i, size in enumerate(sizes) if (p := self.problem(size, f"phase {i}"))])
         largest = [self.largest_microbatch(size) for size in sizes]
-        if is_per_phase := self.rampup_microbatch == "per_phase":
+        if is_per_phase := self.whole_batch or self.rampup_microbatch == "per_phase":
             best = [self.candidates([size]) for size in sizes]
             chosen = [found[0].microbatch_size if found else b for found, b in zip(best, largest, strict=True)]
         else:
@@ -218,14 +228,14 @@ class BatchSplitter:
         return tuple(self._make_split(size, b, merge_passes=not is_per_phase) for size, b in zip(sizes, chosen, strict=True))
 
     def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
-        """Return the split of a batch into microbatches of a given size, or None if they do not divide it.
+        """Return the split of a batch into microbatches of a given size, or None if they do not divide it or must not.
 
         Example:
             >>> BatchSplitter(data_parallel_size=2).split_with(48, 8).accumulation_steps
             3
         """
         replicas = self.data_parallel_size * self._pass_unit
-        if global_batch_size % (replicas * microbatch_size):
+        if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
             return None
         return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
@@ -263,7 +273,7 @@ class BatchSplitter:
         # divisors therefore leaves none out.
         samples = global_batch_size // (self.data_parallel_size * self._pass_unit)
         largest = samples // self.gradient_accumulation_steps
-        if self._pass_unit * self.gradient_accumulation_steps >= self.min_microbatches:
+        if self.whole_batch or self._pass_unit * self.gradient_accumulation_steps >= self.min_microbatches:
             return largest
         return max(
             (n for n in divisors(samples) if n <= largest and samples // n * self._pass_unit >= self.min_microbatches),

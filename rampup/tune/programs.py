@@ -198,7 +198,8 @@ class Programs:
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
     """Return a splitter without the configuration's own microbatch and accumulation."""
-    return replace(splitter, microbatch_size=AUTO, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)
+    own = {"microbatch_size": AUTO, "gradient_accumulation_steps": 1, "rampup_microbatch": "fixed", "whole_batch": False}
+    return replace(splitter, **own, tick_overhead=None)
 
 
 def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS) -> dict[Any, Timing]:

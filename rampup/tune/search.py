@@ -124,6 +124,9 @@ def tune(
     if config.gradient_accumulation != "fused":
         rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
         raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
+    if config.whole_batch:
+        rule = "tune searches for a microbatch, but with whole_batch=true each batch is one"
+        raise ConfigError(rule, key="whole_batch", nearest=(False,))
     if topology is None:
         devices, margin = jax.devices(), MARGIN
         if num_devices is not None:

@@ -99,6 +99,23 @@ def test_build_plan_needs_a_number_of_devices():
     assert build_plan(Config(num_devices=4)).num_devices == 4
 
 
+def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
+    """In every phase and in evaluation, without a shape to fall back to; what needs several microbatches is refused."""
+    keys = {"batch_size_schedule": "0:16 64:32", "whole_batch": True}
+    plan = build_plan(Config(**keys), 4)
+    assert [(s.num_microbatches, s.microbatch_size) for s in (*plan.splits, plan.eval_split)] == [(1, 4), (1, 8), (1, 8)]
+    assert plan.max_microbatches == {4: 1, 8: 1}
+    assert "2 batch sizes compile as many programs" in str(plan)
+    assert "up to 8 samples" in str(plan)
+    for contrary in ("gradient_accumulation_steps", "ici_pipeline_parallelism", "microbatch_size"):
+        with pytest.raises(ConfigError, match="whole_batch=true makes every batch one microbatch") as caught:
+            build_plan(Config(**keys, **{contrary: 2}), 4)
+        assert caught.value.key == contrary
+    for contrary in ({"measure_gradient_noise": True}, {"gradient_accumulation": "multi_steps"}):
+        with pytest.raises(ConfigError, match="whole_batch=true"):
+            Config(**keys, **contrary)
+
+
 def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
     """An evaluation batch that cannot be split matters only if evaluation is on or its size is set."""
     keys = {"per_device_batch_size": 3, "gradient_accumulation_steps": 2, "microbatch_size": 2}

@@ -1,0 +1,186 @@
+"""Losses in which rows interact, with `whole_batch`: every step of a ramp is that of the big batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import toy
+
+import rampup
+from rampup.engine.accumulate import AccumulatedLoss
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+
+SCHEDULE, SIZES = "0:16 32:32 96:64", (16, 16, 32, 32, 64, 64)
+MESHES = ["one", "data_fsdp_tensor", *(toy.slow(name) for name in ("data", "data_tensor", "fsdp", "four"))]
+rng = np.random.default_rng(0)
+MIX = rng.normal(size=(8, 8)).astype(np.float32)
+LENGTHS = rng.integers(1, 8, 256)
+ROWS = [
+    {"x": x, "y": x @ MIX, "n": np.int32(n)} for x, n in zip(rng.normal(size=(256, 8)).astype(np.float32), LENGTHS, strict=True)
+]
+START = {"in": (rng.normal(size=(8, 16)) * 0.3).astype(np.float32), "out": (rng.normal(size=(16, 8)) * 0.3).astype(np.float32)}
+
+
+def contrastive(params, batch):
+    """Return the loss of pairs, each against all other rows of the batch."""
+    a, b = (
+        z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+        for z in (jnp.tanh(batch["x"] @ params["in"]) @ params["out"], batch["y"])
+    )
+    logits = 7.0 * a @ b.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(a))).mean()
+
+
+def two_means(params, batch):
+    """Return a mean over tokens plus a mean over rows."""
+    y = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+    counts = jnp.arange(8) < batch["n"][:, None]
+    return jnp.sum(counts * (y - batch["x"]) ** 2) / jnp.sum(counts) + jnp.mean(jnp.sum(y, axis=-1) ** 2)
+
+
+class Normalized(nnx.Module):
+    """A network with normalization over the batch."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a, self.norm, self.b = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        """Return a row for each row."""
+        return self.b(nnx.relu(self.norm(self.a(x))))
+
+
+def normalized(model, batch):
+    """Return the mean error of a network."""
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def as_loss_fn(mean):
+    """Return a loss function of `train_step` for a mean over the batch."""
+    return lambda params, batch, keys: (mean(params, batch) * len(keys), len(keys), {})
+
+
+def mesh_of(name):
+    """Return a mesh; `four` has four devices on its data axis."""
+    return rampup.make_mesh(devices=jax.devices()[:4]) if name == "four" else toy.mesh_of(name)
+
+
+def plan_of(mesh, **splitter):
+    """Return a plan whose own batches are many microbatches."""
+    d = mesh.shape["data"] * mesh.shape["fsdp"]
+    rule = BatchSplitter(data_parallel_size=d, **splitter)
+    return RampPlan(ramp=BatchRamp.from_schedule(SCHEDULE), splitter=rule, num_devices=mesh.size, total_steps=len(SIZES))
+
+
+def big_batches(mean, tx):
+    """Return the losses and the last parameters of a plain loop over whole batches, on one device."""
+    is_model = mean is normalized
+    model = Normalized() if is_model else START
+    graph, params, rest = nnx.split(model, nnx.Param, ...) if is_model else (None, model, None)
+
+    @jax.jit
+    def step(params, rest, opt_state, batch):
+        def loss(params):
+            if not is_model:
+                return mean(params, batch), rest
+            merged = nnx.merge(graph, params, jax.tree.map(lambda x: x, rest))
+            return mean(merged, batch), nnx.split(merged, nnx.Param, ...)[-1]
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new, opt_state, value
+
+    opt_state, used, losses = tx.init(params), 0, []
+    for size in SIZES:
+        params, rest, opt_state, loss = step(params, rest, opt_state, toy.stacked(ROWS[used : used + size]))
+        used += size
+        losses.append(float(loss))
+    return losses, params
+
+
+@pytest.mark.parametrize("mean", [contrastive, two_means, normalized])
+@pytest.mark.parametrize("name", MESHES)
+def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
+    """A plan of any microbatches, a state made without options, and `step.batches`: losses and parameters within 2e-5."""
+    # Not Adam: the bias before a normalization has no gradient but rounding, which Adam would make as large as any other.
+    mesh, tx = mesh_of(name), optax.sgd(0.1, momentum=0.9)
+    if mean is normalized:
+        state, loss_fn = rampup.split_model(Normalized(), as_loss_fn(mean), tx, mesh)
+    else:
+        state, loss_fn = rampup.create_state(START, tx, mesh), as_loss_fn(mean)
+    plan = plan_of(mesh, microbatch_size=1)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
+    state, metrics = toy.history(step, state, step.batches(ROWS))
+    losses, params = big_batches(mean, tx)
+    np.testing.assert_allclose([m["loss"] for m in metrics], losses, atol=2e-5)
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert step.num_compilations == 3
+
+
+def test_a_resumed_run_is_the_same_to_the_bit():
+    """A new step that goes on with the state after three steps, ZeRO-1 included, ends in the same bits."""
+    mesh, tx = toy.mesh_of("data"), optax.adam(1e-2)
+    options = {"shard_optimizer_over_data": True}
+    ends = []
+    for stops in ((6,), (3, 6)):
+        state = rampup.create_state(START, tx, mesh, **options)
+        for stop in stops:
+            step = rampup.train_step(as_loss_fn(contrastive), tx, plan_of(mesh), mesh, whole_batch=True, **options)
+            state, metrics = toy.history(step, state, step.batches(ROWS, state.step, stop))
+        ends.append((jax.device_get(state.params), metrics[-1]["loss"]))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    np.testing.assert_allclose(ends[0][1], big_batches(contrastive, tx)[0][-1], atol=2e-5)
+
+
+def test_accumulate_and_evaluation_see_the_whole_batch():
+    """In a jitted step of one's own, and in an `EvalStep`: a batch of one microbatch, on all devices; others are refused."""
+    mesh = toy.mesh_of("data_fsdp_tensor")
+    state, loss_fn = rampup.create_state(START, optax.sgd(0.1), mesh), as_loss_fn(two_means)
+    plan = plan_of(mesh, microbatch_size=2)
+    batch = next(rampup.step_batches(ROWS, plan.with_whole_batches(), mesh))
+    many = next(rampup.step_batches(ROWS, plan, mesh, chunk_size=4))
+    value, grads = jax.jit(jax.value_and_grad(two_means))(START, toy.stacked(ROWS[:16]))
+
+    @jax.jit
+    def run(params, buffer, number):
+        keys = jnp.zeros(buffer["n"].shape)
+        sums = rampup.accumulate(loss_fn, params, buffer, number, keys, mesh=mesh, whole_batch=True)
+        return sums.loss / sums.weight, sums.mean_grads()
+
+    found = run(state.params, batch.chunks[0], batch.num_microbatches)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, (value, grads))
+    evaluate = rampup.EvalStep(loss_fn, mesh, whole_batch=True)
+    loss, weight = evaluate(state, batch)
+    np.testing.assert_allclose(loss / weight, value, atol=2e-5)
+    with pytest.raises(rampup.ConfigError, match="this one has room for 4; make its batches"):
+        run(state.params, many.chunks[0], many.num_microbatches)
+    with pytest.raises(rampup.DataError, match="but this one has 2; make it with"):
+        evaluate(state, many)
+
+
+def test_what_cannot_see_a_whole_batch_is_refused():
+    """Accumulation, shapes of an earlier phase, replicas by name, measured noise, losses that split rows, and other batches."""
+    mesh, tx, loss_fn = toy.mesh_of("data"), optax.sgd(0.1), as_loss_fn(contrastive)
+    replicas = rampup.BatchAxes(replica=("data",), rows=("data", "fsdp"))
+    cases = {
+        "needs gradient_accumulation_steps=1, not 2": {"plan": plan_of(mesh, gradient_accumulation_steps=2)},
+        "needs gradient_accumulation=fused": {"engine": "multi_steps"},
+        "waits for the program of each batch size": {"wait_for_compilation": False},
+        "a step has only one": {"measure_gradient_noise": True},
+        r"give BatchAxes\(replica=\(\), rows=": {"batch_axes": replicas},
+        "sees the rows of one device": {"loss_fn": AccumulatedLoss(loss_fn, param_shardings={})},
+        "PipelinedLoss runs microbatches by itself": {
+            "loss_fn": rampup.PipelinedLoss(first=loss_fn, stage=loss_fn, last=loss_fn)
+        },
+    }
+    for words, changes in cases.items():
+        args = {"loss_fn": loss_fn, "tx": tx, "plan": plan_of(mesh), "mesh": mesh, "whole_batch": True} | changes
+        with pytest.raises(rampup.ConfigError, match=words):
+            rampup.train_step(**args)
+    plan = plan_of(mesh, microbatch_size=1)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
+    with pytest.raises(rampup.DataError, match="a step takes its own batches"):
+        step(rampup.create_state(START, tx, mesh), next(rampup.step_batches(ROWS, plan, mesh)))
