@@ -11,20 +11,29 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
+from rampup.config.yaml import read_text
+from rampup.dialects.foreign import foreign_system
 from rampup.dialects.reading import MIN_MATCHES, Source, read_source
 from rampup.dialects.rules import Dialect, doubled_sizes, find_violations
 from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 
 SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")  # each is a module
+READABLE = "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL, veRL and trlX"
+# Keys of many systems, which are no evidence of one.
+SHARED = frozenset({
+    "eval_steps", "eval_interval", "gradient_accumulation_steps", "steps", "max_steps", "model_name", "quantization", "devices",
+    "num_nodes", "nnodes", "num_devices", "num_processes", "num_layers", "seq_length", "micro_batch_size", "batch_size",
+    "train_batch_size", "eval_batch_size", "deepspeed", "num_epoch", "num_epochs", "num_batches", "world_size",
+})  # fmt: skip
 
 
-def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> Verdict:
+def check_file(path: str | Path, system: str | None = None, overrides: Sequence[str] = ()) -> Verdict:
     """Check what a file of another system does, and whether that system's own check and its run accept it.
 
     Args:
         path: the file: YAML, or a shell script that starts a run. The script is read and never executed.
-        system: one of `SYSTEMS`.
+        system: one of `SYSTEMS`; None finds it.
         overrides: `key=value` settings in that system's keys, which win over the file; facts that no file states, such as
             `num_processes=8`; and variables that the script does not set.
 
@@ -34,10 +43,10 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: no such system, or a file that cannot be read as one of it; names the system that it looks like.
     """
-    return _check_source(path, system, overrides)
+    return _check_source(path, find_system(path, overrides) if system is None else system, overrides)
 
 
-def check_command(words: Sequence[str], system: str, overrides: Sequence[str] = ()) -> Verdict:
+def check_command(words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()) -> Verdict:
     """Check what a command does that starts another system.
 
     Args:
@@ -52,7 +61,53 @@ def check_command(words: Sequence[str], system: str, overrides: Sequence[str] = 
         >>> check_command(command.split(), "verl").derived["samples_per_step"]
         256
     """
-    return _check_source(tuple(words), system, overrides)
+    source = tuple(words)
+    return _check_source(source, find_system(source, overrides) if system is None else system, overrides)
+
+
+def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
+    """Return the system that a file or a command is made for.
+
+    Raises:
+        ConfigError: it is a file of none of them, or cannot be read.
+    """
+    refuse_foreign(source)
+    found = _recognize(source, overrides)
+    if not found:
+        path = None if isinstance(source, tuple) else str(source)
+        said = f"this looks like a file of no system that rampup can read ({READABLE}); if it is one, say which with --from"
+        raise ConfigError(said, key="from", nearest=SYSTEMS, path=path)
+    return found[0][0]
+
+
+def refuse_foreign(source: Source) -> None:
+    """Refuse a file or a command of a system that the rules do not cover.
+
+    Raises:
+        ConfigError: it is one; names the system.
+    """
+    text = " ".join(source) if isinstance(source, tuple) else read_text(source)
+    if name := foreign_system(text):
+        path = None if isinstance(source, tuple) else str(source)
+        said = f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
+        raise ConfigError(said, key="from", path=path)
+
+
+def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the systems of which a source sets several keys, with these, the best first.
+
+    What starts a system says most; keys that many systems have say nothing.
+    """
+    found: list[tuple[bool, str, list[str]]] = []
+    for system in SYSTEMS:
+        launch = load_dialect(system).launch
+        with contextlib.suppress(ConfigError):
+            reading = read_source(source, overrides, launch, strict=False)
+            keys = [key for key in reading.leaves if launch.known(key) and key not in SHARED]
+            if reading.recognized or len(keys) >= MIN_MATCHES:
+                found.append((reading.recognized, system, keys))
+    found.sort(key=lambda row: (row[0], len(row[2])), reverse=True)
+    return [(system, keys) for _, system, keys in found]
 
 
 def load_dialect(system: str) -> Dialect:
@@ -89,21 +144,17 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
 def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
+    refuse_foreign(source)
     dialect = load_dialect(system)
     try:
         settings = dialect.read(source, overrides)
     except ConfigError as error:
         if error.key != "from":
             raise
-        found: dict[str, list[str]] = {}  # the keys that the source sets of each system
-        for other in SYSTEMS:
-            launch = load_dialect(other).launch
-            with contextlib.suppress(ConfigError):
-                found[other] = [key for key in read_source(source, (), launch, strict=False).leaves if key in launch.entries]
-        name = max(found, key=lambda other: len(found[other]), default=system)
-        if name == system or len(found[name]) < MIN_MATCHES:
+        name, keys = next(iter(_recognize(source, ())), (system, []))
+        if name == system or len(keys) < MIN_MATCHES:
             raise
-        said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(found[name][:3])}; use --from {name}"
+        said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}"
         path = None if isinstance(source, tuple) else str(source)
         raise ConfigError(said, key="from", nearest=(name,), path=path) from error
 

@@ -50,7 +50,6 @@ def test_check_json_has_the_documented_keys(capsys, file):
         (["--from", "nemo_aligner"], "from", "unknown system"),
         (["--from", "skyrl", "--to", "rampup"], "to", ""),
         (["--from", "skyrl", "-o", "x.yml"], "to", ""),
-        ([], None, ""),
         (["--from", "skyrl", "no.such.key=1"], "no.such.key", "unknown key"),
         (["nothing.yml", "--from", "verl"], None, "cannot read"),
         (["--from", "verl"], None, "give a file, or a command"),
@@ -74,6 +73,53 @@ def test_check_file_recognizes_another_system(asked, real):
     with pytest.raises(ConfigError, match=f"looks like a file of {real}, not of {asked}.*--from {real}") as error:
         verdict(asked, config, "num_prompts=1000")
     assert error.value.nearest == (real,)
+
+
+FOREIGN = {
+    "TRL": ["per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\neval_steps: 100\nbeta: 0.01\n",
+            "accelerate launch grpo.py --per_device_train_batch_size 4 --num_generations 8\n",
+            "trl sft --model_name_or_path x --per_device_train_batch_size 1\n"],
+    "the Hugging Face Trainer": ["torchrun --nproc_per_node 8 run_clm.py --per_device_train_batch_size 4 --eval_steps 10\n"],
+    "accelerate": ["compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n"],
+    "DeepSpeed": ['{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}'],
+    "axolotl": ["base_model: m\ndatasets:\n  - path: d\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"],
+    "LLaMA-Factory": ["stage: sft\nfinetuning_type: lora\nper_device_train_batch_size: 1\n"],
+    "OpenRLHF": ["python3 -m openrlhf.cli.train_ppo_ray --micro_train_batch_size 8 --rollout_batch_size 1024\n"],
+    "slime": ["python3 train.py --num-rollout 9 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256\n"],
+    "NeMo-RL": ["grpo:\n  num_prompts_per_step: 32\npolicy:\n  train_global_batch_size: 512\n"],
+    "torchtitan": ["torchrun --nproc_per_node=8 -m torchtitan.train --training.global_batch_size 8\n"],
+    "nanotron": ["tokens:\n  batch_accumulation_per_replica: 2\n  micro_batch_size: 4\nparallelism:\n  dp: 8\n"],
+    "Levanter": ["trainer:\n  tracker: {type: wandb}\n  train_batch_size: 1024\n  num_train_steps: 10\n"],
+    "OLMo-core": ["from olmo_core.data import NumpyDatasetConfig\nGLOBAL_BATCH_SIZE = 256\n"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [None, *SYSTEMS])
+@pytest.mark.parametrize(("system", "text"), [(system, text) for system, texts in FOREIGN.items() for text in texts])
+def test_files_of_systems_without_rules_are_named_and_refused(capsys, tmp_path, system, text, asked):
+    """Such a file is never read as another system's, whatever `--from` says; the error says what can be read."""
+    path = tmp_path / ("run.sh" if "--" in text else "config.yaml")
+    path.write_text(text)
+    code, found = run_json(capsys, "check", str(path), *([] if asked is None else ["--from", asked]))
+    assert (code, found["error"]["key"]) == (2, "from")
+    assert (
+        f"this is a file of {system}, which rampup cannot check; it reads files and launch scripts of MaxText"
+        in found["error"]["message"]
+    )
+
+
+@pytest.mark.parametrize("system", ["skyrl", "verl", "trlx", "maxtext_rl"])
+def test_check_finds_the_system_by_itself(capsys, file, system):
+    """Without `--from` the system is the one whose keys a file sets; a key that many systems have is no evidence of one."""
+    config = max((case["config"] for case in cases(system)), key=lambda config: len(str(config)))
+    given = file(config)
+    facts = ["num_prompts=1000"]
+    assert run_json(capsys, "check", given, *facts)[1] == run_json(capsys, "check", given, "--from", system, *facts)[1]
+    path = file({"eval_steps": 10, "gradient_accumulation_steps": 2})
+    for asked in ([], ["--from", "skyrl"]):
+        code, found = run_json(capsys, "check", path, *asked)
+        assert (code, "maxtext," in found["error"]["message"]) == (2, False)
+    assert "say which with --from" in run_json(capsys, "check", path)[1]["error"]["message"]
 
 
 SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "world_size": 4, "train_samples": 5000}

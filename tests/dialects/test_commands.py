@@ -67,6 +67,8 @@ def test_check_reads_a_command_after_two_dashes(capsys, system):
     assert main(["check", "--json", "--from", system, "--", *words]) in (0, 2)
     assert json.loads(capsys.readouterr().out)["derived"][key] == value
     assert check_command(words, system).derived[key] == value
+    found = check_command(words)  # its system is found by the program that it starts
+    assert (found.system, found.derived[key]) == (system, value)
 
 
 def test_check_command_runs_a_script_with_arguments(tmp_path):
