@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rampup import build_plan, load_config
+from rampup.batch_size.scaling_laws import suggest_batch
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 # First and last batch, phases, steps and samples of the ramp: published, or computed by the exact rule from what is published.
@@ -24,8 +25,8 @@ PUBLISHED = {
     "mimo_7b": (512, 640, 10, 1_130_872, 2_868_653_056, None),
     # Not published: models of the shape of Llama, with ramps of 10% of their tokens.
     "llama_1b_v5e": (32, 128, 4, 12_126, 634_976, None),
-    "llama_8b_v5p": (256, 1024, 4, 4664, 1_953_792, None),
-    "llama_70b_v6e": (512, 2048, 4, 20_400, 17_091_584, None),
+    "llama_8b_v5p": (256, 512, 2, 7632, 1_953_792, None),
+    "llama_70b_v6e": (512, 1024, 2, 33_380, 17_090_560, None),
 }
 # The steps at which the batch changes, which the reports give or which follow from their token counts.
 CHANGES = {
@@ -66,3 +67,14 @@ def test_mimo_shrinks_its_batch_in_the_last_phase():
     _, plan = preset("mimo_7b")
     assert plan.ramp.sizes[-2:] == (2560, 640)
     assert "from 512 to 640 samples (at most 2,560)" in plan.summary[1]
+
+
+@pytest.mark.parametrize("name", ["llama_1b_v5e", "llama_8b_v5p", "llama_70b_v6e"])
+def test_recipes_end_within_the_laws_of_their_tokens(name):
+    """The last batch of a model of ours needs at most 20% more tokens by one critical law, and the rate follows the batch."""
+    config, plan = preset(name)
+    params = {"llama_1b_v5e": "1.2B", "llama_8b_v5p": "8B", "llama_70b_v6e": "70B"}[name]
+    found = suggest_batch(plan.ramp.samples_before(plan.total_steps) * config.max_target_length, params)
+    largest = max(found["optimal_batch_tokens"][1], found["critical_batch_tokens"][1])
+    assert plan.ramp.sizes[-1] * config.max_target_length <= largest
+    assert config.batch_scaling == "sqrt"
