@@ -35,10 +35,10 @@ class NoiseSums(NamedTuple):
     """Sums over the blocks of a step.
 
     Attributes:
-        squares: sum of |G_j|^2 / W_j, an array (geometries, *shards): the Euclidean geometry, then Adam's if it is measured.
-            Each shard of the parameters has a partial sum.
-        blocks: number of blocks with a weight. In a pipeline's stage, the squares are not divided by W_j yet, and this is the
-            weight of every microbatch, (K,).
+        squares: sums of |G_j|^2 / W_j and of |G_j|^2, an array (2, geometries, *shards): the Euclidean geometry, then Adam's
+            if it is measured. Each shard of the parameters has a partial sum.
+        blocks: number of blocks with a weight. In a pipeline's stage, this is the weight of every microbatch, (K,), and the
+            squares are those of every microbatch, (geometries, *shards, K), not divided yet.
     """
 
     squares: jax.Array
@@ -106,8 +106,8 @@ class NoiseMeter:
         """Return S (`trace`) and G2 (`squared_norm`) of a step from the sums over its blocks and the gradient of the mean.
 
         The gradient is sharded as this meter expects, possibly over the replicas too. The metrics are `grad_norm`, and
-        `gradient_noise` with `trace`, `squared_norm`, `blocks` and, in Adam's geometry, `adam_trace` and `adam_squared_norm`.
-        With fewer than two blocks they are NaN.
+        `gradient_noise` with `trace`, `squared_norm`, `blocks`, `squares`, which is the sum of |G_j|^2, and in Adam's geometry
+        `adam_trace`, `adam_squared_norm` and `adam_squares`. With fewer than two blocks, S and G2 are NaN.
         """
         moments = self.moments
         used = axes_of(self.shardings)
@@ -116,7 +116,8 @@ class NoiseMeter:
         # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
         is_scattered = not {*axes} <= {*self.axes, STAGE}
         meter = replace(self, axes=() if is_scattered else axes)
-        q, norms = self._total(noise.squares), meter._total(meter.squares(grads, moments))
+        divided, squares = jnp.split(self._total(noise.squares.reshape(-1, *noise.squares.shape[2:])), 2)
+        norms = meter._total(meter.squares(grads, moments))
         if moments is not None:
             # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments
             # are too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
@@ -124,11 +125,12 @@ class NoiseMeter:
             mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
             mean /= sum(v.size for v in jax.tree.leaves(moments))
             units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
-            q, norms = q * units, norms * units
-        trace, squared_norm = noise_trace(q, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
-        found = {"trace": trace[0], "squared_norm": squared_norm[0], "blocks": noise.blocks}
-        if moments is not None:
-            found |= {"adam_trace": trace[1], "adam_squared_norm": squared_norm[1]}
+            divided, squares, norms = divided * units, squares * units, norms * units
+        trace, squared_norm = noise_trace(divided, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
+        found = {"blocks": noise.blocks}
+        for geometry, prefix in enumerate(("", "adam_") if moments is not None else ("",)):
+            own = {"trace": trace[geometry], "squared_norm": squared_norm[geometry], "squares": squares[geometry]}
+            found |= {prefix + name: value for name, value in own.items()}
         return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
 
     def _add_up(self, squares: Any, shardings: Sequence[NamedSharding]) -> jax.Array:
@@ -180,8 +182,10 @@ class NoiseMeter:
 
 def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
     """Return the sums over blocks, the last axis of both arguments. Blocks without weight have no gradient and do not count."""
-    scale = jnp.where(weights != 0, 1 / jnp.where(weights != 0, weights, 1), 0)
-    return NoiseSums(jnp.sum(squares * scale, axis=-1), jnp.sum(weights != 0).astype(jnp.float32))
+    counts = weights != 0
+    scale = jnp.where(counts, 1 / jnp.where(counts, weights, 1), 0)
+    sums = jnp.sum(squares * scale, axis=-1), jnp.sum(squares * counts, axis=-1)
+    return NoiseSums(jnp.stack(sums), jnp.sum(counts).astype(jnp.float32))
 
 
 def second_moments(opt_state: Any, params: Any) -> Any:

@@ -1,35 +1,35 @@
 """The noise of RL gradients: its part between prompts, its part within a prompt's responses, and the sizes that follow.
 
-Let response i, of weight w_i (such as its tokens) and of prompt p, have the gradient sum w_i (G + a_p + e_i). tr Cov(a_p) = B
-is the part between prompts, and tr Cov(e_i) = s / w_i the part within: each unit of weight has noise of its own. A step sums
-over J blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j; w_pj of it belong to
-prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. With q = sum(|G_j|^2 / W_j), taking expectations term by
-term,
+Let response i have the weight w_i (such as its tokens) and the gradient sum x_i, with E x_i = w_i G on average over lengths.
+Responses to different prompts are independent; E(x_i x_i') = w_i w_i' (|G|^2 + B) for two responses to one prompt. Nothing is
+assumed about the size of a single x_i: the tokens of a response share an advantage, so its noise need not fall with its length.
+A step sums over blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j; w_pj of it
+belong to prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. Sorting the products of responses,
 
-    E q       = W |G|^2 + B sum_jp(w_pj^2 / W_j) + s J,
-    E W |g|^2 = W |G|^2 + B sum_p(w_p^2 / W)     + s,
+    E sum(|G_j|^2) = |G|^2 sum(W_j^2) + B (sum_jp(w_pj^2) - sum(w_i^2)) + D,
+    E W^2 |g|^2    = |G|^2 W^2        + B (sum_p(w_p^2)   - sum(w_i^2)) + D,
 
-so that S = (q - W |g|^2) / (J - 1), which the training step measures without a collective of its own, has the expectation
+where D = sum(E |x_i|^2 - w_i^2 |G|^2). A block has all responses to one prompt, or one response to each of several, as the
+steps take turns: their rows are ordered by prompts, then by the numbers of the responses. So there are two equations of the
+first kind and one of the second for |G|^2, B and D / W, whose other numbers follow from the weights. Each is summed over many
+steps before it is divided by their weight; the mean of a quotient would be biased where few prompts make a step. If blocks have
+whole prompts, |G|^2 is the mean product of the gradients of different prompts, so that no error of the noise enters it.
+How many rollouts are enough is the question of OpenReview uK4kMpNx0W.
 
-    s + k B    with    k = (sum_jp(w_pj^2 / W_j) - sum_p(w_p^2 / W)) / (J - 1).
+A step of P prompts with n responses each has the noise (B (sum_p(w_p^2) - sum(w_i^2)) + D) / W^2 = (b + s / n) / P. Here b is B
+times the mean of w_i w_i' over pairs of responses to a prompt, divided by the square of the mean w of w_i; and s is D / (W w)
+less b. The noise scale in prompts is thus
 
-k follows from the weights alone. It is large if a block has the responses to one prompt and small if it has one response to
-each of several, so the steps take turns: their rows are ordered by prompts, then by the numbers of the responses. Two means of
-S at two k give B and s, and |g|^2 less its noise gives |G|^2. How many rollouts are enough is the question of OpenReview
-uK4kMpNx0W.
-
-A step of P prompts with n responses of the mean weight w has the noise B sum_p(w_p^2) / W^2 + s / W = (u B + s / (n w)) / P.
-Here u = P sum_p(w_p^2) / W^2 is 1 if all prompts weigh the same, and larger if some have longer responses than others: they
-count as fewer prompts. The noise scale in prompts is thus
-
-    N(n) = (u B + s / (n w)) / |G|^2,
+    N(n) = (b + s / n) / |G|^2,
 
 as in McCandlish et al. 2018, arXiv 1812.06162, with a prompt as the unit. If a prompt costs c and each of its responses 1, the
-noise at a given cost P (c + n) is least at n^2 = c s / (w u B), as far as u does not depend on n (two-stage sampling: Cochran
-1977, Sampling Techniques, chapter 10). Several updates on the same samples add up the same noise instead of averaging it: r
-small updates move the parameters r times as far, in the mean and in the noise. r updates on fresh samples have r times the mean
-and the square root of r times the noise. So a batch that is used r times needs r times the prompts for the same ratio of noise
-to progress.
+noise at a given cost P (c + n) is least at n^2 = c s / b (two-stage sampling: Cochran 1977, Sampling Techniques, chapter 10).
+That takes |G|^2 as fixed. It falls with fewer responses: a group of equal rewards has no gradient, and the mean reward of a
+group contains the response's own. So a number below the measured one is never recommended.
+
+Several updates on the same samples at the same learning rate add up the same noise instead of averaging it: r small updates
+move the parameters r times as far, in the mean and in the noise. r updates on fresh samples have r times the mean and sqrt(r)
+times the noise. So a batch that is used r times needs r times the prompts for the same ratio of noise to progress.
 
 The responses of a group share a baseline in GRPO, which correlates them a little: what is within a prompt is what the rest of a
 group leaves.
@@ -66,42 +66,49 @@ PROMPT_ROWS = "prompt_rows"
 
 
 def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) -> np.ndarray:
-    """Return what the estimates need to know of a step: k, sum_p(w_p^2) / W^2, 1 / W, 1 / w and u.
+    """Return what the estimates need to know of a step, divided by its weight W.
 
     Args:
         weights_nR: the weights of the rows of each pass; 0 is padding.
         groups_nR: their prompts.
         replicas: the replicas, each of which has adjacent rows of a pass.
 
+    Returns:
+        sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of responses, and that of ordered
+        pairs of responses to one prompt. NaN with fewer than two blocks.
+
     Example:
         >>> ones, groups = np.ones((2, 2)), np.array([[0, 0], [1, 1]])
         >>> block_facts(ones, groups, 1).tolist(), block_facts(ones, groups.T, 1).tolist()
-        ([2.0, 0.5, 0.25, 1.0, 1.0], [0.0, 0.5, 0.25, 1.0, 1.0])
+        ([2.0, 1.0, 4.0, 1.0, 1.0, 1.0], [2.0, 0.0, 4.0, 1.0, 1.0, 1.0])
     """
-    weights, groups = weights_nR.reshape(len(weights_nR) * replicas, -1), groups_nR.reshape(len(groups_nR) * replicas, -1)
-    table = np.zeros((len(weights), int(groups.max()) + 1))
-    np.add.at(table, (np.arange(len(weights))[:, None], groups), weights)
-    blocks = table.sum(axis=1)
-    W, J = blocks.sum(), np.count_nonzero(blocks)
-    if J < 2:
-        return np.full(5, np.nan)
-    squares = (table**2).sum(axis=1)[blocks > 0] / blocks[blocks > 0]
-    prompts = table.sum(axis=0)
-    share, responses = (prompts**2).sum() / W**2, np.count_nonzero(weights)
-    return np.array([(squares.sum() - W * share) / (J - 1), share, 1 / W, responses / W, np.count_nonzero(prompts) * share])
+    blocks = len(weights_nR) * replicas
+    weights, groups = weights_nR.reshape(blocks, -1), groups_nR.reshape(blocks, -1)
+    table_jp = np.zeros((blocks, int(groups.max()) + 1))
+    np.add.at(table_jp, (np.arange(blocks)[:, None], groups), weights)
+    by_block, by_prompt = table_jp.sum(axis=1), table_jp.sum(axis=0)
+    if np.count_nonzero(by_block) < 2:
+        return np.full(6, np.nan)
+    single = np.square(weights).sum()
+    within_blocks = np.square(table_jp).sum() - single
+    within_prompts = np.square(by_prompt).sum() - single
+    responses = np.bincount(groups[weights > 0])
+    pairs = (responses * (responses - 1)).sum()
+    W = by_block.sum()
+    return np.array([np.square(by_block).sum(), within_blocks, W**2, within_prompts, responses.sum(), pairs]) / W
 
 
 @dataclass(slots=True)
 class _Means:
-    """Weighted means over steps of S, |g|^2 and the numbers of `block_facts`, and the covariance of these means.
+    """Weighted means over steps of sum(|G_j|^2) / W, W |g|^2 and the numbers of `block_facts`, and these means' covariance.
 
     See `rampup.NoiseScale` for the recurrences.
     """
 
     total: float = 0.0
     total_squared: float = 0.0
-    mean: np.ndarray = field(default_factory=lambda: np.zeros(7))
-    covariance: np.ndarray = field(default_factory=lambda: np.zeros((7, 7)))
+    mean: np.ndarray = field(default_factory=lambda: np.zeros(8))
+    covariance: np.ndarray = field(default_factory=lambda: np.zeros((8, 8)))
 
     def update(self, x: np.ndarray, weight: float, decay: float) -> None:
         before = decay * self.total
@@ -128,10 +135,11 @@ class PromptNoise:
 
     Example:
         >>> noise, rng = PromptNoise(half_life_samples=1e9), np.random.default_rng(0)
-        >>> for step in range(400):  # S = 10 + 2 k and |g|^2 = 1 + 0.1 * 2 + 0.02 * 10, with scatter
-        ...     k = 4.0 if step % 2 else 1.0
-        ...     noise.update(step % 2, samples=50, weight=50.0, trace=10 + 2 * k + rng.normal(), square=1.4 + rng.normal() / 9,
-        ...         facts=np.array([k, 0.1, 0.02, 1.0, 1.0]))
+        >>> for step in range(400):  # ten prompts with five responses of weight 1; |G|^2 = 1, B = 2, D = 50 * (10 + 2)
+        ...     k = 0.0 if step % 2 else 4.0  # blocks of five responses, to one prompt or to several
+        ...     squares, square = 50 * (5 + 2 * k + 12) + 9 * rng.normal(), 1 + (2 * 4 + 12) / 50 + rng.normal() / 9
+        ...     noise.update(step % 2, samples=50, weight=50.0, squares=squares, square=square,
+        ...         facts=np.array([5, k, 50, 4, 1, 4]))
         >>> [round(part.value) for part in noise.estimates(5)]
         [2, 10, 4]
     """
@@ -140,7 +148,7 @@ class PromptNoise:
     means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
 
     def update(
-        self, layout: int, *, samples: int, weight: float, trace: float, square: float, facts: Sequence[float] | np.ndarray
+        self, layout: int, *, samples: int, weight: float, squares: float, square: float, facts: Sequence[float] | np.ndarray
     ) -> None:
         """Add a step; one whose values are not finite, or without weight, only ages the others.
 
@@ -148,12 +156,13 @@ class PromptNoise:
             layout: 0 or 1, for one or the other order of the rows.
             samples: samples of the step.
             weight: W, the weight of the step.
-            trace: S.
+            squares: sum(|G_j|^2).
             square: |g|^2, of the gradient of the step before clipping.
             facts: from `block_facts`.
         """
-        x, decay = np.array([trace, square, *facts]), 2.0 ** (-samples / self.half_life_samples)
-        counts = weight > 0 and np.isfinite(x).all()
+        decay = 2.0 ** (-samples / self.half_life_samples)
+        x = np.array([squares / weight, weight * square, *facts]) if weight > 0 else np.full(8, np.nan)
+        counts = np.isfinite(x).all()
         for number, means in enumerate(self.means):
             means.update(x, weight if counts and number == layout else 0.0, decay)
 
@@ -171,26 +180,28 @@ class PromptNoise:
     def estimates(self, responses: int) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
         """Return both parts of the noise, and the noise scale in prompts for a number of responses per prompt.
 
-        The first part is u B, the variance of a prompt's gradient over infinitely many responses, as the weights of prompts
-        make it count. The second is s / w, the variance of the gradient of a response to a given prompt.
+        The first part is b, the variance of a prompt's gradient over infinitely many responses. The second is s, what the
+        variance of the gradient of one response to a given prompt adds.
         """
         one, two = self.means
-        if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[2] - two.mean[2]) < 1e-9 * abs(one.mean[2]):
+        if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[3] - two.mean[3]) <= 1e-9 * abs(one.mean[3]):
             return UNKNOWN, UNKNOWN, UNKNOWN
-        k, shares = (one.mean[2], two.mean[2]), np.array([one.total, two.total]) / (one.total + two.total)
-        share, inverse, per_response, unequal = (float(shares @ [one.mean[n], two.mean[n]]) for n in (3, 4, 5, 6))
-        # Of the means of S in both layouts, then of |g|^2 in both.
-        between = np.array([1, -1, 0, 0]) / (k[0] - k[1])
-        within = np.array([-k[1], k[0], 0, 0]) / (k[0] - k[1])
-        square = np.array([0, 0, *shares]) - share * between - inverse * within
-        matrix = np.array([unequal * between, per_response * within, square])
-        measured, covariance = np.array([one.mean[0], two.mean[0], one.mean[1], two.mean[1]]), np.zeros((4, 4))
-        B, s = between @ measured, within @ measured
-        # What S and |g|^2 scatter by the known weights of the steps is no uncertainty of B and s.
-        residuals = np.array([[1, 0, -B, 0, 0, 0, 0], [0, 1, 0, -B, -s, 0, 0]])
+        shares = np.array([one.total, two.total]) / (one.total + two.total)
+        *_, weight, pair_weight, per_weight, pairs = shares @ [one.mean, two.mean]
+        equations = np.array([[*one.mean[2:4], 1], [*two.mean[2:4], 1], [weight, pair_weight, 1]])
+        # From the means of both kinds in the first layout, then in the second, to |G|^2, B and D / W.
+        solution = np.linalg.inv(equations) @ [[1, 0, 0, 0], [0, 0, 1, 0], [0, shares[0], 0, shares[1]]]
+        measured = np.concatenate([one.mean[:2], two.mean[:2]])
+        square, B, _ = solution @ measured
+        # To b, s and |G|^2.
+        relative = pair_weight / pairs * per_weight**2
+        matrix = np.array([[0, relative, 0], [0, -relative, per_weight], [1, 0, 0]]) @ solution
+        # What the known weights of the steps make the means scatter is no uncertainty of what is found.
+        residuals = np.array([[1, 0, -square, -B, 0, 0, 0, 0], [0, 1, 0, 0, -square, -B, 0, 0]])
+        covariance = np.zeros((4, 4))
         for number, means in enumerate(self.means):
-            covariance[number::2, number::2] = residuals @ means.covariance @ residuals.T
-        # Of u B, s / w and |G|^2.
+            own = slice(2 * number, 2 * number + 2)
+            covariance[own, own] = residuals @ means.covariance @ residuals.T
         found, covariance, freedom = matrix @ measured, matrix @ covariance @ matrix.T, one.effective + two.effective - 2
         parts = []
         for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
@@ -212,11 +223,12 @@ def advice_from_line(
         line: has the estimates of `PromptNoise`, with the noise scale for `responses` and one update per sample.
         responses: responses per prompt now.
         cost_per_prompt: the cost of a prompt in units of that of one response.
-        reuse: updates on the same samples.
+        reuse: updates on the same samples, at the same learning rate.
 
     Returns:
         The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
-        one noise scale, and their cost relative to now.
+        one noise scale, and their cost relative to now. None of the numbers is below that of the run: fewer responses have
+        a smaller mean gradient, which is not known.
 
     Raises:
         DataError: the line has no noise.
@@ -227,11 +239,13 @@ def advice_from_line(
     between, within, scale = (
         NoiseEstimate(**{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}) for name in _PARTS
     )
-    now, rows, best = _times(reuse, scale), [], None
+    now = _times(reuse, scale)
+    rows = list[dict[str, Any]]()
+    best = None
     if within.value is not None and between.value + within.value > 0:
         B, s = between.value, within.value
-        best = None if B == 0 else max(2.0, math.sqrt(cost_per_prompt * s / B))
-        for number in sorted({responses, *RESPONSES}):
+        best = None if B == 0 else max(float(responses), math.sqrt(cost_per_prompt * s / B))
+        for number in sorted({responses, *(n for n in RESPONSES if n > responses)}):
             prompts = (B + s / number) / (B + s / responses)
             cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
             size = None if now.value is None else now.value * prompts
@@ -317,12 +331,12 @@ class PromptNoiseAverages(Component):
             return found
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
-            trace, squared_norm = float(noise[f"{prefix}trace"]), float(noise[f"{prefix}squared_norm"])
+            trace, squared_norm, squares = (float(noise[prefix + name]) for name in ("trace", "squared_norm", "squares"))
             own = self.noises.setdefault(prefix, PromptNoise(half_life_samples=self.half_life_samples))
-            # Before its first step, Adam's geometry has no S.
-            counted = 0.0 if prefix and trace == squared_norm == 0 else weight
+            # Before its first step, Adam's geometry has no squares.
+            counted = 0.0 if prefix and squares == 0 else weight
             square = squared_norm + trace / weight if weight else math.nan
-            step = {"samples": line["global_batch_size"], "weight": counted, "trace": trace, "square": square}
+            step = {"samples": line["global_batch_size"], "weight": counted, "squares": squares, "square": square}
             own.update(int(noise[LAYOUT]), facts=noise[FACTS], **step)
             for name, estimate in zip(_PARTS, own.estimates(self.responses), strict=True):
                 for end in _ENDS:
