@@ -98,15 +98,17 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 
     def show(console: Any) -> None:
         scale, prompts = NoiseEstimate(**facts["noise_scale_prompts"]), facts["mini_batch_prompts"]
-        console.print(f"noise scale: {scale} prompts, with {responses} responses each")
+        reused = f" and {facts['reuse']} updates on each at the same learning rate" * (facts["reuse"] > 1)
+        console.print(f"noise scale: {scale} prompts, with {responses} responses each{reused}")
         console.print(f"a mini batch has {prompts} prompts; above the noise scale, more prompts pay less and less")
         for name, what in (("between", "between prompts"), ("within", "within a prompt's responses")):
             console.print(f"variance {what}: {NoiseEstimate(**facts[f'noise_{name}_prompts'])}")
+        console.print(
+            "for the same noise, with the mean gradient taken as fixed; it falls with fewer responses, which are not listed:"
+        )
         for row in facts["choices"]:
             some = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
-            console.print(
-                f"{row['num_generations']:3} responses: {some}{row['relative_cost']:.2f} of the cost for the same noise"
-            )
+            console.print(f"{row['num_generations']:3} responses: {some}{row['relative_cost']:.2f} of the cost")
 
     return Result(facts=facts, show=show)
 

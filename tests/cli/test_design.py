@@ -192,7 +192,10 @@ def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):
     (row,) = (row for row in facts["choices"] if row["num_generations"] == 8)
     assert (row["prompts"], row["relative_cost"]) == (20.0, 0.625 * 11 / 7)
     assert main(["design", str(folder)]) == 0
-    assert "noise scale: 32 (24 to 40) prompts, with 4 responses each" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "noise scale: 32 (24 to 40) prompts, with 4 responses each and 2 updates on each at the same learning rate" in text
+    assert "with the mean gradient taken as fixed" in text
+    assert [row["num_generations"] for row in facts["choices"]] == [4, 8, 16, 32, 64]
     # Other passes over the samples are a question; other responses would be taken for those of the noise scale.
     assert main(["design", str(folder), "--json", "rl.num_iterations=1"]) == 0
     assert json.loads(capsys.readouterr().out)["noise_scale_prompts"]["value"] == 16.0
