@@ -56,7 +56,7 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 # 2(v - r) * p - 2 - 2s ticks, at most 2 * v * p - 2 (r = 0, s = 0). By the argument above, 2 * v * p - 1 slots suffice.
 # Length. A tick runs a chunk, 1/v of a stage. If p divides m, v * m + p - 1 ticks have a forward and as many a backward, so a
 # pass takes (m + (p - 1) / v)(tF + tB): the idle time is 1/v of that without repeats. If p does not divide m, the last group is
-# not full, and its units without a microbatch are idle.
+# not full, and its units without a microbatch are idle: `rampup.plan.pipeline.pass_ticks` counts them.
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ from rampup.engine.whole import with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
 from rampup.plan.numbers import nearest_multiples
+from rampup.plan.pipeline import pass_ticks
 
 LAYERS = "layers"
 Params = dict[str, Any]
@@ -321,10 +322,7 @@ class Stage:
 
     def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
         """Run microbatches start to start + m - 1 of the buffer through the pipeline and add them to the sums."""
-        num_groups = (m + self.p - 1) // self.p
-        # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1 ticks later.
-        last_unit = (num_groups * self.v - 1) * self.p + (m - 1) % self.p
-        forward_ticks = last_unit + self.p
+        forward_ticks = pass_ticks(self.p, m, self.v)
 
         # Placeholders, of the gradient too, are ones, so that ticks without a microbatch compute with ordinary numbers. Their
         # results are dropped, but a NaN in them would stop a run with jax_debug_nans.

@@ -34,9 +34,9 @@ from rampup.engine.totals import differing_leaves
 from rampup.engine.update import Metrics, Update, eval_sums
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type, raise_together
+from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.plan.timetable import num_ticks
 
 ENGINES = ("fused", "multi_steps")
 # How many phases ahead of the current one programs are compiled in the background.
@@ -397,7 +397,7 @@ class TrainStep:
         splitter = self._plan.splitter
         if splitter.num_stages == 1:
             return (split.num_microbatches,)
-        ticks = num_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
+        ticks = pass_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
         return split.accumulation_steps, ticks
 
     @property

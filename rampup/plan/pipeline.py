@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from typing import Any
 
 from rampup.errors import PipelineShapeError
 from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
-from rampup.plan.timetable import bubble_fraction, num_ticks
 
 # The assumed fixed cost of a tick, if it has not been measured. Moving weights and gradients takes as long as the arithmetic of
 # several hundred tokens on accelerators with about 200 floating-point operations per byte of memory traffic.
@@ -79,6 +79,34 @@ def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) ->
     return [chunk * size + layer for chunk in chunks for layer in range(size)]
 
 
+def pass_ticks(num_stages: int, num_microbatches: Any, num_repeats: int = 1) -> Any:
+    """Return the ticks of one pass of the program in which a stage has a forward; as many have a backward.
+
+    Microbatches go through all repeats in groups of p, and the last group may have fewer: see `rampup.engine.pipeline`, which
+    gives an array for the number of microbatches. If p divides m, these are v * m + p - 1 ticks.
+
+    Example:
+        >>> pass_ticks(4, 8, 2), pass_ticks(4, 5, 3)
+        (19, 24)
+    """
+    p, m = num_stages, num_microbatches
+    groups = (m + p - 1) // p
+    # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1 ticks later.
+    last_unit = (groups * num_repeats - 1) * p + (m - 1) % p
+    return last_unit + p
+
+
+def pass_bubble(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
+    """Return the idle time of one pass of the program as a fraction of its time.
+
+    Example:
+        >>> pass_bubble(4, 8, 2), pass_bubble(4, 5, 3)
+        (Fraction(3, 19), Fraction(3, 8))
+    """
+    ticks = pass_ticks(num_stages, num_microbatches, num_repeats)
+    return Fraction(ticks - num_repeats * num_microbatches, ticks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCandidate:
     """One way to split a batch for the pipeline, with its predicted cost."""
@@ -100,7 +128,7 @@ def predicted_time(
     """Return T = ticks * (b / v + h), in samples' worth of a whole stage's arithmetic.
 
     Args:
-        num_microbatches: m. A pass has m*v + p - 1 ticks for m >= p.
+        num_microbatches: m. A pass has `pass_ticks`, which are m*v + p - 1 if p divides m.
         microbatch_size: b, samples per replica.
         num_stages: p.
         num_repeats: v. A tick computes one chunk, 1/v of a stage.
@@ -110,7 +138,8 @@ def predicted_time(
         >>> predicted_time(8, 2, num_stages=4, num_repeats=1, overhead=Fraction(1))
         Fraction(33, 1)
     """
-    return num_ticks(num_stages, num_microbatches, num_repeats) * (Fraction(microbatch_size, num_repeats) + overhead)
+    ticks: int = pass_ticks(num_stages, num_microbatches, num_repeats)
+    return ticks * (Fraction(microbatch_size, num_repeats) + overhead)
 
 
 def pipeline_candidates(
@@ -137,7 +166,7 @@ def pipeline_candidates(
             num_repeats=v,
             microbatch_size=samples // m,
             predicted_time=predicted_time(m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead),
-            bubble_fraction=bubble_fraction(num_stages, m, v),
+            bubble_fraction=pass_bubble(num_stages, m, v),
         )
         for v in repeats
         for m in divisors(samples)

@@ -13,10 +13,10 @@ from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeErro
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, MAX_COUNT, plain_number
-from rampup.plan.pipeline import PipelineCandidate
+from rampup.plan.pipeline import PipelineCandidate, pass_bubble
 from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
-from rampup.plan.timetable import Timetable, bubble_fraction
+from rampup.plan.timetable import Timetable
 
 SECONDS_PER_HOUR = 3600
 # How many phases back a run looks for a compiled shape that it can use instead of one that is still compiling.
@@ -297,6 +297,8 @@ class RampPlan:
     def timetable(self, phase: int = -1) -> Timetable:
         """Return the timetable of one pipeline pass of a phase, by default the last: 1F1B, or interleaved with repeats.
 
+        If the stages do not divide the microbatches, its groups are balanced; those of the program are not (`pass_ticks`).
+
         Raises:
             PipelineShapeError: If there is no pipeline, or it has too many operations to list.
         """
@@ -349,7 +351,7 @@ class RampPlan:
             **asdict(split),
             "num_stages": stages,
             "num_repeats": repeats,
-            "bubble_fraction": float(bubble_fraction(stages, split.num_pipeline_microbatches, repeats)),
+            "bubble_fraction": float(pass_bubble(stages, split.num_pipeline_microbatches, repeats)),
         }
 
     @property

@@ -1,8 +1,8 @@
 """Pipeline schedules: the order of each stage's work, and a simulation of when it runs.
 
 A `Timetable` lists every operation of every stage with its start and end. Makespan, bubble, memory and communication are
-counted from that list. `bubble_fraction` is a closed form of it, except for zb-h1; the function `num_ticks` counts the forward
-ticks of a pass, one chunk each. A cost is that of a whole stage. With v repeats, one chunk of a stage costs 1/v of it.
+counted from that list. `bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole stage. With v
+repeats, one chunk of a stage costs 1/v of it.
 
     1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
 
@@ -216,20 +216,11 @@ def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1
         >>> bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
         (Fraction(3, 11), Fraction(3, 19))
 
-    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, the ticks of the circular pipeline.
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, the ticks of the circular pipeline. The program
+    of `rampup.PipelinedLoss` has the bubble of `rampup.plan.pipeline.pass_bubble`.
     """
-    ticks = num_ticks(num_stages, num_microbatches, num_repeats)
+    ticks = max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
-
-
-def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> int:
-    """Return the forward ticks of one pass: max(m, p) (v - 1) + m + p - 1.
-
-    Example:
-        >>> num_ticks(4, 8, 2)
-        19
-    """
-    return max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
 
 
 def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:

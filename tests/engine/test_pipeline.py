@@ -22,7 +22,7 @@ from rampup.engine.pipeline import permute_layers, pipeline_sums
 from rampup.engine.totals import Totals
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan import MeshAxes
-from rampup.plan.pipeline import stage_layer_order
+from rampup.plan.pipeline import pass_ticks, stage_layer_order
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -167,6 +167,25 @@ def test_pipeline_sums_run_several_passes():
     np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
     with pytest.raises(ConfigError, match="`mutable`, which a PipelinedLoss cannot use"):
         parts().eval_sums(placed, batch, keys, 2, mesh=mesh, mutable={"n": jnp.zeros(())})
+
+
+def test_the_program_runs_the_ticks_that_the_plan_counts():
+    """Also if the stages do not divide the microbatches: counted in every stage, by one program for all numbers."""
+    params, batch, keys, parts = problem()
+    mesh, _, placed, _ = on_mesh(params, MeshAxes(pipeline=4), repeats=3)
+    loss, chunks = parts(num_repeats=3, skip_idle=False), []
+
+    def stage(layers, x, batch, keys, first_layer):
+        jax.debug.callback(chunks.append, first_layer)
+        return loss.stage(layers, x, batch, keys, first_layer)
+
+    counted = dataclasses.replace(loss, stage=stage)
+    run = jax.jit(lambda params, m: counted.eval_sums(params, batch, keys, m, mesh=mesh))
+    for m in (2, 5, 8):
+        chunks.clear()
+        run(placed, m)
+        jax.effects_barrier()
+        assert len(chunks) == 4 * pass_ticks(4, m, 3)
 
 
 def compiled(loss, number, axes):

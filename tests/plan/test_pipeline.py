@@ -1,13 +1,21 @@
 """Tests of rampup.plan.pipeline."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
-from rampup.plan.pipeline import pipeline_candidates, pipeline_repeats, predicted_time, stage_layer_order
-from rampup.plan.split import BatchSplitter
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan.pipeline import (
+    pass_bubble,
+    pass_ticks,
+    pipeline_candidates,
+    pipeline_repeats,
+    predicted_time,
+    stage_layer_order,
+)
 from rampup.plan.timetable import Timetable
 
 PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_device_batch_size": 16}
@@ -52,7 +60,7 @@ def test_stage_layer_order_assigns_chunks_in_turn(repeats):
         assert layer // size % 4 == place // (24 // 4)
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 5, 3)])
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 6, 3)])
 def test_predicted_time_agrees_with_the_timetable(p, m, v):
     """If forward and backward of a chunk cost b/v + h together, the makespan is the predicted time."""
     b, h = 3, Fraction(1, 2)
@@ -61,6 +69,35 @@ def test_predicted_time_agrees_with_the_timetable(p, m, v):
         "interleaved", num_stages=p, num_microbatches=m, num_repeats=v, forward_cost=cost, backward_cost=cost
     )
     assert predicted_time(m, b, num_stages=p, num_repeats=v, overhead=h) == table.makespan
+
+
+def test_bubble_is_that_of_the_program():
+    """In 360 shapes, the plan's ticks and bubble are those of the order in which the program runs its units."""
+    for p, m, v in itertools.product(range(1, 7), range(1, 21), (1, 2, 3)):
+        runs = {
+            (m_of // p * v * p + turn * p + m_of % p + stage, stage)
+            for stage in range(p)
+            for m_of in range(m)
+            for turn in range(v)
+        }
+        ticks = 1 + max(tick for tick, _ in runs)
+        assert len(runs) == p * m * v
+        assert pass_ticks(p, m, v) == ticks
+        assert pass_bubble(p, m, v) == 1 - Fraction(len(runs), p * ticks)
+    splitter = BatchSplitter(
+        data_parallel_size=1, num_stages=4, num_repeats=3, num_pipeline_microbatches=5, strict_multiple=False
+    )
+    plan = RampPlan(ramp=BatchRamp.constant(5), splitter=splitter, num_devices=4, axes=MeshAxes(pipeline=4), total_steps=1)
+    assert plan.phase_rows()[0]["bubble_fraction"] == 9 / 24
+
+
+def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
+    """Five microbatches in four stages with two repeats are best by the 13 ticks of balanced groups, but they take 16."""
+    choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), repeats=(2,))
+    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
+        (1, 8 * Fraction(9, 2)),
+        (5, 16 * Fraction(5, 2)),
+    ]
 
 
 def test_pipeline_candidates_are_complete_and_sorted():

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rampup import Config, build_plan
 from rampup.engine.mesh import make_mesh
 from rampup.lm.train import TrainSetup
-from rampup.plan.pipeline import predicted_time
-from rampup.plan.timetable import num_ticks
+from rampup.plan.pipeline import pass_ticks, predicted_time
 from rampup.tune.programs import fit_line, fit_tick_overhead, take_turns
 
 
@@ -58,7 +57,7 @@ def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
     times = {b: [] for b in (1, 2, 8)}
     for b, m in itertools.product(times, (4, 8, 16)):
         seconds = float(predicted_time(m, b, num_stages=4, num_repeats=repeats, overhead=Fraction(overhead)))
-        times[b].append((num_ticks(4, m, repeats), 0.5 + 0.01 * seconds))
+        times[b].append((pass_ticks(4, m, repeats), 0.5 + 0.01 * seconds))
     assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(overhead, abs=1e-6)
 
 
