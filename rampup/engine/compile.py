@@ -9,13 +9,13 @@ import re
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.experimental
 
 from rampup.engine.tpu_options import tpu_options
 
@@ -34,7 +34,7 @@ class Compiler:
 
     Attributes:
         num_compilations: programs compiled so far.
-        waited_seconds: total time that callers of `get` waited for a compilation.
+        waited_seconds: total time that callers waited for a trace or a compilation.
     """
 
     def __init__(self, before_first_run: Callable[[], None] = lambda: None) -> None:
@@ -43,12 +43,12 @@ class Compiler:
         self.waited_seconds = 0.0
         self._programs: dict[Hashable, Any] = {}
         self._pending: dict[Hashable, Future[Any]] = {}
-        self._requests: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
+        self._requests: collections.deque[tuple[Hashable, Future[Any], Any]] = collections.deque()
         self._lock = threading.Lock()
         self._is_running = False
 
     def get(self, key: Hashable, lower: Lower) -> Any:
-        """Return a program. Compile it now unless it is compiled or pending.
+        """Return a program. Compile it now unless it is compiled or pending; raise the error of one that failed.
 
         Args:
             key: identifies the program.
@@ -57,43 +57,48 @@ class Compiler:
         program = self._programs.get(key)
         if program is None:
             start, ready = time.perf_counter(), self.is_ready(key)
-            if pending := self._pending.pop(key, None):
+            if pending := self._pending.get(key):
                 with contextlib.suppress(CancelledError):
                     program = pending.result()
             program = self._programs[key] = self._compile(lower()) if program is None else program
+            self._pending.pop(key, None)
             self.waited_seconds += 0 if ready else time.perf_counter() - start
             self._before_first_run()
         return program
 
     def compile_async(self, key: Hashable, lower: Lower) -> None:
-        """Lower and compile a program in the background, after those requested earlier. Errors are raised by `get`."""
+        """Lower a program here, and compile it in the background, after those requested earlier.
+
+        It is traced in the caller's thread, because contexts are thread-local: those of JAX, such as the promotion of types,
+        those of Flax, such as logical axis rules, and what a loss function may read by itself. An error is a warning when it
+        happens, and raised by `get`.
+        """
         if key in self._programs or key in self._pending:
             return
-        # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
-        x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-        mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-
-        def work() -> Any:
-            with contextlib.ExitStack() as stack:
-                # Older versions of JAX have it elsewhere.
-                stack.enter_context((jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(x64))
-                stack.enter_context(jax.default_matmul_precision(precision))
-                if mesh is not None and not mesh.empty:
-                    stack.enter_context(jax.set_mesh(mesh))
-                return self._compile(lower())
-
+        start, program = time.perf_counter(), Future[Any]()
+        try:
+            lowered = lower()
+        except Exception as error:  # noqa: BLE001 - the step that runs now does not need this program
+            self._fail(key, program, error)
+            self._pending[key] = program
+            return
+        finally:
+            self.waited_seconds += time.perf_counter() - start
         with self._lock:
             # One thread: compilations share the cores with training, and a second one would only slow both down. The new
             # thread waits for the lock. If it cannot be started, nothing is pending.
             if not self._is_running:
                 threading.Thread(target=self._work, name="rampup-compile").start()
                 self._is_running = True
-            self._pending[key] = Future()
-            self._requests.append((self._pending[key], work))
+            self._pending[key] = program
+            self._requests.append((key, program, lowered))
 
     def is_ready(self, key: Hashable) -> bool:
-        """Return whether `get` would return without waiting."""
-        return key in self._programs or (key in self._pending and self._pending[key].done())
+        """Return whether `get` would return a program without waiting."""
+        pending = self._pending.get(key)
+        if pending is None or not pending.done():
+            return key in self._programs
+        return not pending.cancelled() and pending.exception() is None
 
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
@@ -113,21 +118,30 @@ class Compiler:
                 if not self._requests:
                     self._is_running = False
                     return
-                future, work = self._requests.popleft()
+                key, program, lowered = self._requests.popleft()
             # When Python exits it joins this thread, so drop the compilations that have not started: nobody will use them. The
             # thread of a `concurrent.futures.ThreadPoolExecutor` would run all of them first.
             if not threading.main_thread().is_alive():
-                future.cancel()
-            if future.set_running_or_notify_cancel():
+                program.cancel()
+            if program.set_running_or_notify_cancel():
                 try:
-                    future.set_result(work())
+                    program.set_result(self._compile(lowered))
                 except BaseException as error:  # noqa: BLE001 - raised by `get`
-                    future.set_exception(error)
+                    self._fail(key, program, error)
 
     def _compile(self, lowered: Any) -> Any:
         program = compile_program(lowered)
-        self.num_compilations += 1
+        with self._lock:
+            self.num_compilations += 1
         return program
+
+    def _fail(self, key: Hashable, program: Future[Any], error: BaseException) -> None:
+        """Say that a program failed as soon as it is known, which may be long before its phase."""
+        problem = f"the program {key!r} of a later phase cannot be compiled: {type(error).__name__}: {error}"
+        # Warnings may be errors, and this may be the thread that compiles the others.
+        with contextlib.suppress(Warning):
+            warnings.warn(f"{problem}. Steps go on with the programs that are ready", RuntimeWarning, stacklevel=3)
+        program.set_exception(error)
 
 
 def compile_program(lowered: Any) -> Any:

@@ -151,7 +151,7 @@ def test_split_for_falls_back_while_the_program_compiles():
     """While the next shape is being compiled, the phase runs in the old shape with more passes, on the same rows."""
     options = {"tx": optax.sgd(0.05), "schedule": "0:16 64:32 200:64", "steps": 14}
     (step, state), gate = toy.start("data", rampup_microbatch="per_phase", **options), threading.Event()
-    step._compiler.compile_async("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
+    step._compiler.compile_async("gate", lambda: toy.delayed(jax.jit(jnp.sin).lower(np.float32(1)), gate.wait))
 
     def let_it_compile(number):
         if number == 7:
@@ -167,6 +167,19 @@ def test_split_for_falls_back_while_the_program_compiles():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, wanted.params)
 
 
+def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
+    """A loss that cannot be traced for the microbatches of a later phase is a warning, phases before that one; steps go on."""
+
+    def loss(params, batch, keys):
+        return toy.loss_fn(params, batch, keys) if len(keys) < 32 else 1 / 0
+
+    step, state = toy.start(loss=loss, schedule="0:8 16:16 64:32", rampup_microbatch="per_phase", steps=10)
+    with pytest.warns(RuntimeWarning, match="32 of a later phase cannot be compiled: ZeroDivisionError"):
+        used = sizes_used(step, state, lambda number: number and step._compiler.get(16, None))[0]
+    assert [batch for batch, _ in used] == [8] * 2 + [16] * 3 + [32] * 5
+    assert {size for batch, size in used if batch == 32} == {16}
+
+
 def test_split_for_replays_the_steps_of_a_checkpoint():
     """A step that is given the changes of an earlier run repeats them, whatever is compiled when."""
     step, state = toy.start(tx=optax.sgd(0.05), schedule="0:8 16:16", rampup_microbatch="per_phase")
@@ -179,8 +192,8 @@ def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
     """The shapes are those of the plan, even if compilation is slow. Several processes always wait."""
     options = {"schedule": "0:8 16:16 64:32", "steps": 10, "rampup_microbatch": "per_phase"}
     step, state = toy.start(**options, wait_for_compilation=True)
-    slow = lambda: (time.sleep(0.5), jax.jit(jnp.sin).lower(np.float32(1)))[1]  # noqa: E731
-    step._compiler.compile_async("slow", slow)
+    lowered = jax.jit(jnp.sin).lower(np.float32(1))
+    step._compiler.compile_async("slow", lambda: toy.delayed(lowered, lambda: time.sleep(0.5)))
     planned = [(8, 8)] * 2 + [(16, 16)] * 3 + [(32, 32)] * 5
     assert sizes_used(step, state)[0] == planned
     plan = toy.plan_for(toy.mesh_of("one"), **options)
