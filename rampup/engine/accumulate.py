@@ -17,18 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, raise_use_of_keys
 from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constraints
 from rampup.engine.replicas import Replicas
 from rampup.engine.totals import Sums, Totals, accumulator, fill, floating, has_integers, is_floating, safe_reciprocal
+from rampup.engine.whole import contains
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
 # What Flax calls the part of the parameters of its float8 layers whose gradients are new values.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
+# The operations whose derivative is what somebody wrote, in all versions of JAX.
+BACKWARD_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_transpose_call"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,17 @@ class AccumulatedLoss:
         if has_one and takes_whole and totals.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, reads and writes memory as
             # large as the parameters once more.
-            trained, others = _split_trained(params)
-            loss_of = jax.value_and_grad(_loss_of(self.loss_fn, differentiates_mean=True), has_aux=True)
+            args = *_split_trained(params), *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
             with own_constraints(), jax.named_scope("microbatch"):
-                (_, sums), grads = loss_of(trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale)
-                grads = constrain_leaves(jax.tree.map(accumulator, grads), floating(param_shardings, params))
-                return totals.finalize(sums, grads)
+                traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, differentiates_mean=True), return_shape=True)(*args)
+                # A backward rule of the user's own need not be linear, so it must see what it sees in any other split.
+                if not contains(traced, BACKWARD_RULES):
+                    loss_of = lambda *args: jax.tree.unflatten(  # noqa: E731
+                        jax.tree.structure(shapes), jaxpr_as_fun(traced)(*jax.tree.leaves(args))
+                    )
+                    (_, sums), grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
+                    grads = constrain_leaves(jax.tree.map(accumulator, grads), floating(param_shardings, params))
+                    return totals.finalize(sums, grads)
         sum_up = self.summation(params, mesh, param_shardings, has_one=has_one)
         sums = sum_up(params, batch_KR, keys_KR, counts[0] * counts[1], totals)
         return totals.finalize(sums._replace(grads=None), sums.mean_grads())

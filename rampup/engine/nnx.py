@@ -33,7 +33,9 @@ def split_model(
 
     Args:
         model: the model. Variables that are not parameters, such as batch statistics, are carried from microbatch to
-            microbatch in `TrainState.mutable`. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
+            microbatch in `TrainState.mutable`, on each replica its own. At the end of a step, floating-point variables become
+            their mean over the replicas and integers their maximum, so a counter of rows counts those of one replica: return
+            such counts in `aux`, which is a sum. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
         loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
             row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
             with the key of its first row. For masks that do not depend on how the batch is split, use `keys`. The mode of the

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
 from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
-from rampup.engine.whole import has_convolutions, with_whole_operands
+from rampup.engine.whole import contains, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 
 
@@ -158,7 +158,7 @@ class Replicas:
                 closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
             # Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes
             # wrongly when it partitions it.
-            if closed is None or has_convolutions(closed):
+            if closed is None or contains(closed, frozenset({"conv_general_dilated"})):
                 return otherwise(params, batch_KR, keys_KR, number, totals)
             leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
             sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -53,7 +53,8 @@ class TrainState(struct.PyTreeNode):
         opt_state: the optimizer's state.
         mutable: state that the loss function carries from microbatch to microbatch, such as batch statistics, or None.
         frozen: arrays that the loss function reads as its keyword argument `frozen` and that training leaves as they are, such
-            as the base model of a LoRA fine-tune, or None. They take no memory for gradients.
+            as the base model of a LoRA fine-tune, or None. They take no memory for gradients, and a step does not donate them:
+            they may be the parameters of another state, as in a GAN.
     """
 
     step: Any
@@ -187,6 +188,17 @@ def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
 def _carried_field(state: Any) -> str | None:
     """Return the field that the loss function carries, or None."""
     return next((name for name in CARRIED_FIELDS if getattr(state, name, None) is not None), None)
+
+
+def split_frozen(state: Any) -> tuple[Any, Any]:
+    """Return a state without its field `frozen`, and that field, or None."""
+    frozen = getattr(state, "frozen", None)
+    return (state, None) if frozen is None else (replace_fields(state, frozen=None), frozen)
+
+
+def join_frozen(state: Any, frozen: Any) -> Any:
+    """Undo `split_frozen`."""
+    return state if frozen is None else replace_fields(state, frozen=frozen)
 
 
 def shardings_of(state: Any) -> Any:

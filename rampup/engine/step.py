@@ -29,7 +29,7 @@ from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import check_arguments, check_state, check_step_number, shardings_of
+from rampup.engine.state import check_arguments, check_state, check_step_number, join_frozen, shardings_of, split_frozen
 from rampup.engine.totals import differing_leaves
 from rampup.engine.update import Metrics, Update, eval_sums
 from rampup.engine.zero import is_scattered, scattered_shardings
@@ -67,8 +67,9 @@ def train_step(
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
             first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. Gradients do not
-            flow through the weight. If the state has `mutable` or `batch_stats`, it is a fourth argument and its new value a
-            fourth result. With pipeline stages, a `PipelinedLoss`.
+            flow through the weight. The backward pass starts from a cotangent of 1 for loss_sum, however the batch is split, so
+            a backward rule that clips or rounds sees the gradient of a sum and not of a mean. If the state has `mutable` or
+            `batch_stats`, it is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
@@ -212,7 +213,7 @@ class TrainStep:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that calls have waited for a compilation."""
+        """Seconds that calls have waited for a trace or a compilation."""
         return self._compiler.waited_seconds
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class TrainStep:
 
         Args:
             state: the training state, placed by `create_state` or `prepare_state`. It is donated, unless `donate=False`: its
-                memory is reused, and only the returned state can be used afterwards.
+                memory is reused, and only the returned state can be used afterwards. `frozen` is not donated.
             batch: from `batches`, `stream` or `batch`, or from `step_batches` of the same plan; with the engine `multi_steps`
                 made with `chunk_size=1`.
 
@@ -500,24 +501,29 @@ class TrainStep:
 
     def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
         """Return the program for a batch, compiled if it is not yet."""
-        if jax.config.jax_disable_jit:
-
-            def run_eagerly(state: Any, *args: Any) -> Any:
-                with auto_context(self._mesh):
-                    return update(shardings_of(state), state, *args)
-
-            return run_eagerly
         lower = functools.partial(self._lower_program, update, state, *args)
-        return functools.partial(_call, self._compiler.get(batch.layout.rows, lower))
+        program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
+
+        def run(state: Any, *args: Any) -> Any:
+            trained, frozen = split_frozen(state)
+            if program is None:
+                with auto_context(self._mesh):
+                    new, metrics = update(shardings_of(state), trained, frozen, *args)
+            else:
+                new, metrics = _call(program, trained, frozen, *args)
+            return join_frozen(new, frozen), metrics
+
+        return run
 
     def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Lower a program that maps a state and further arguments to the next state and the metrics."""
+        """Lower a program that maps a state, its `frozen` and further arguments to the next state and the metrics."""
         # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
-        # all of it is replaced. The batch is not: no result has its shape, and the padding is used again in later steps.
-        shardings = shardings_of(state)
-        options = {"donate_argnums": 0 if self._donate else (), "out_shardings": (shardings, replicated(self._mesh))}
+        # all of it is replaced. `frozen` is not, nor is the batch: no result has its shape, and the padding is used again.
+        shardings, donated = shardings_of(state), 0 if self._donate else ()
+        results = split_frozen(shardings)[0], replicated(self._mesh)
         with auto_context(self._mesh):
-            return jax.jit(functools.partial(update, shardings), **options).lower(state, *args)
+            program = jax.jit(functools.partial(update, shardings), donate_argnums=donated, out_shardings=results)
+            return program.lower(*split_frozen(state), *args)
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
@@ -593,10 +599,10 @@ class EvalStep:
             return _call(self._compiler.get((batch.layout, len(batch.chunks)), lower), *args)
 
 
-def _call(program: Callable[..., Any], state: Any, *args: Any) -> Any:
+def _call(program: Callable[..., Any], *args: Any) -> Any:
     """Call a compiled program."""
     try:
-        return program(state, *args)
+        return program(*args)
     except (TypeError, ValueError) as error:
         problem = "structure, types, shapes or shardings of the state or the rows are not those that this step compiled for"
         raise ConfigError(f"{problem}; convert them, or make another step for them: {error}", key="state") from error

@@ -24,7 +24,7 @@ from rampup.engine.contract import Counts, SummableLoss
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
-from rampup.engine.state import carried, replace_carried, replace_fields
+from rampup.engine.state import carried, join_frozen, replace_carried, replace_fields, split_frozen
 from rampup.engine.totals import Sums, Totals, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal
 from rampup.engine.zero import gather_parameters, scattered_shardings
 from rampup.errors import ConfigError, a_type
@@ -53,13 +53,13 @@ class Update:
     scatter_axes: BatchAxes | None
     measures_noise: bool
 
-    def fused(self, shardings: Any, state: Any, chunks: tuple[Any, ...], counts: Counts) -> tuple[Any, Metrics]:
+    def fused(self, shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts) -> tuple[Any, Metrics]:
         """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
 
         `chunks` are arrays that are (K, R, ...) when joined. `counts` are the microbatches of a pass and the passes, whose
-        product is at most K. `shardings` are those of the state.
+        product is at most K. `state` is the state without `frozen`, before and after; `shardings` are those of both.
         """
-        state = fetch_offloaded(state, shardings)
+        state = fetch_offloaded(join_frozen(state, frozen), shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
         # The gradient's are those of the parameters, or with ZeRO-1 those of each replica's own part.
@@ -105,19 +105,20 @@ class Update:
             with jax.named_scope("gather"):
                 params = gather_parameters(new.params, grad_shardings, self.mesh, self.scatter_axes)
                 new = replace_fields(new, params=params)
-        return new, metrics
+        return split_frozen(new)[0], metrics
 
-    def multi_steps(self, shardings: Any, state: Any, so_far: Metrics, chunk: Any, first_row: jax.Array) -> tuple[Any, Metrics]:
+    def multi_steps(
+        self, shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
+    ) -> tuple[Any, Metrics]:
         """Run one microbatch with `optax.MultiSteps`; the last of a step runs the optimizer.
 
         Args:
-            shardings: shardings of the state.
-            state: the training state.
+            shardings, state, frozen: see `fused`.
             so_far: the metrics of the step's earlier microbatches; at first `zero_metrics`.
             chunk: the microbatch, arrays (1, R, ...).
             first_row: the index of its first row in the global batch, for the random keys.
         """
-        state = fetch_offloaded(state, shardings)
+        state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss, totals = _bind_frozen(self.loss, state), self._totals(state)
         with jax.named_scope("accumulate"):
@@ -154,7 +155,7 @@ class Update:
             inner = select_step(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
             opt_state = opt_state._replace(inner_opt_state=inner)
             new = select_step(keep, replace_fields(new, opt_state=opt_state), replace_fields(state, opt_state=opt_state))
-        return replace_carried(new, mutable, step=opt_state.gradient_step), metrics
+        return split_frozen(replace_carried(new, mutable, step=opt_state.gradient_step))[0], metrics
 
     def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""

@@ -36,13 +36,13 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
     return rewritten
 
 
-def has_convolutions(value: Any) -> bool:
-    """Return whether a jaxpr, or a parameter of an operation, contains a convolution."""
+def contains(value: Any, names: frozenset[str]) -> bool:
+    """Return whether a jaxpr, or a parameter of an operation, contains one of these operations."""
     if isinstance(value, tuple):
-        return any(map(has_convolutions, value))
+        return any(contains(part, names) for part in value)
     jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
     return isinstance(jaxpr, Jaxpr) and any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolutions, eqn.params.values())) for eqn in jaxpr.eqns
+        eqn.primitive.name in names or any(contains(part, names) for part in eqn.params.values()) for eqn in jaxpr.eqns
     )
 
 

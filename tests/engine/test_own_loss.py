@@ -110,6 +110,29 @@ def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(mesh_name)
     assert 0 < max(counts) <= 8
 
 
+def test_a_backward_rule_that_is_not_linear_sees_the_same_however_a_batch_is_split():
+    """A model that clips the gradient of its activations has one update with any microbatches, devices and phases."""
+    clip = jax.custom_vjp(lambda x: x)
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+    def loss(params, batch, keys):
+        error = jnp.sum((clip(jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) - batch["x"]) ** 2, axis=-1)
+        return jnp.sum(error), len(error), {}
+
+    found = [
+        one_step(loss, mesh_name=name, schedule=schedule, engine=engine, **size)[0].params
+        for name, schedule, engine, size in (
+            ("one", "0:16", "fused", {}),
+            ("one", "0:16", "multi_steps", {}),
+            ("one", "0:16 16:32", "fused", {"microbatch_size": 16}),
+            ("one", "0:16", "fused", {"microbatch_size": 2}),
+            ("data", "0:16", "fused", {}),
+        )
+    ]
+    for params in found[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, found[0])
+
+
 class Unscaled(AccumulatedLoss):
     """A loss that differentiates without the scale of the state."""
 

@@ -87,6 +87,23 @@ def test_arrays_of_the_caller_survive_any_optimizer(mesh_name, tx, state):
     assert not params["empty"].is_deleted()
 
 
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_two_steps_read_the_parameters_of_each_other(engine):
+    """`frozen` is not donated: each of two states is trained with the other's parameters in it, as in a GAN."""
+
+    def loss(params, batch, keys, *, frozen):
+        return loss_fn(jax.tree.map(jnp.add, params, frozen), batch, keys)
+
+    (step, one), (_, other) = (start(loss=loss, engine=engine) for _ in range(2))
+    other_step = rampup.train_step(loss, optax.sgd(0.1), step._plan, mesh_of("one"), engine=engine)
+    for batch in step.batches(rows(), stop=3):
+        before = one.params
+        one, _ = step(one.replace(frozen=other.params), batch)
+        other, _ = other_step(other.replace(frozen=one.params), batch)
+        assert before["in"].is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, other.frozen, one.params)
+
+
 def test_state_survives_without_donation():
     """With `donate=False` the state given to a step can be used again."""
     step, state = start(donate=False)
