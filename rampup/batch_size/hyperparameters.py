@@ -15,7 +15,9 @@ from rampup.plan.plan import RampPlan
 
 DecayScaling = Literal["none", "half_life", "sde"]
 EpsScaling = Literal["none", "sde"]
-WeightDecayScaling = Literal["none", "timescale"]
+WeightDecayScaling = Literal["none", "timescale", "power_lines"]
+# The best B / (learning rate * weight decay * D) falls with the tokens per parameter, to this power (Bergsma et al. 2025).
+TIMESCALE_EXPONENT = -0.527
 # The largest decay rate below 1 that a device can tell from 1, in float32.
 MAX_DECAY_RATE = 1 - 2**-24
 
@@ -40,8 +42,9 @@ class AdamScaling:
             differential equation (Malladi et al. 2022, arXiv 2205.10287).
         b2_floor, b2_ceiling: limits of the scaled b2; None = no limit.
         eps: `none`, or `sde`, eps / sqrt(ratio) (Malladi et al. 2022).
-        weight_decay: `none`, or `timescale`, which keeps B / (learning rate * weight decay * D) constant, where D is the
-            number of tokens of the run (Bergsma et al. 2025, arXiv 2505.13738).
+        weight_decay: `none`; `timescale`, which keeps B / (learning rate * weight decay * D) constant, where D is the number of
+            tokens of the run (Wang & Aitchison 2024, arXiv 2405.13698); or `power_lines`, which lets it fall as D**-0.527 for
+            the same model (Bergsma et al. 2025, arXiv 2505.13738). They differ only in runs of another length.
         token_ratio: D divided by that of the run for which the weight decay was chosen.
 
     Example:
@@ -97,14 +100,18 @@ class AdamScaling:
                     key="batch_scaling",
                     nearest=("half_life",) if rule == "sde" else (),
                 )
-        # As B / (learning rate * weight decay * D) stays.
-        factor = ratio / rate_scale / self.token_ratio if self.weight_decay == "timescale" else 1.0
+        factor = 1.0
+        if self.weight_decay != "none":
+            # The timescale B / (learning rate * weight decay * D), relative to that of the reference.
+            timescale = self.token_ratio**TIMESCALE_EXPONENT if self.weight_decay == "power_lines" else 1.0
+            factor = ratio / rate_scale / self.token_ratio / timescale
         eps = base.eps / ratio**0.5 if self.eps == "sde" else base.eps
         return AdamConstants(**rates, eps=eps, weight_decay=base.weight_decay * factor)
 
 
 # The published rules of the key `batch_scaling`: each scales the learning rate, and some of AdamW's constants. `sqrt` is `sde`
-# for the learning rate alone, `half_life` has the largest adam_b2 of marin, and `timescale` the learning rate of nanochat.
+# for the learning rate alone, `half_life` has the largest adam_b2 of marin, `timescale` the learning rate of nanochat, and
+# `complete` has the weight decay that goes with `sde` (Mlodozeniec et al. 2025, arXiv 2512.22382).
 BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
     "none": ("none", AdamScaling()),
     "linear": ("linear", AdamScaling()),
@@ -112,6 +119,8 @@ BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
     "sde": ("sqrt", AdamScaling(b1="sde", b2="sde", eps="sde")),
     "half_life": ("none", AdamScaling(b2="half_life", b2_ceiling=0.9999)),
     "timescale": ("sqrt", AdamScaling(weight_decay="timescale")),
+    "power_lines": ("sqrt", AdamScaling(weight_decay="power_lines")),
+    "complete": ("sqrt", AdamScaling(b1="sde", b2="sde", eps="sde", weight_decay="timescale")),
 }
 
 

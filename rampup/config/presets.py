@@ -59,15 +59,19 @@ PRESETS: dict[str, Preset] = {
     "nanochat": Preset(
         summary="Three formulas for a run of D tokens: a batch of 2**19 * (D / 1.32B)**0.383 tokens, rounded to a power of 2; "
         "the learning rate times sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) * 1.32B / D, which keeps "
-        "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19.",
-        source="karpathy/nanochat, scripts/base_train.py; Bergsma et al. 2025, arXiv 2505.13738",
+        "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19. "
+        "Not all of nanochat's recipe: it applies the weight decay to the matrices of Muon only, and lets it fall to 0.",
+        source="karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025, arXiv 2505.13738; timescale of Wang "
+        "& Aitchison 2024, arXiv 2405.13698",
         keys=(*RAMP_KEYS, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
         values=_nanochat,
     ),
     "marin": Preset(
         summary="adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in sequences of 4,096 tokens: the same "
-        "half-life in tokens for every batch, and no lower than is stable.",
-        source="marin-community/marin, issue 4567 and pull request 2447; Marek et al. 2025, arXiv 2507.07101",
+        "half-life in tokens for every batch, and no lower than is stable. The sweep of issue 4567 finds slightly lower "
+        "values.",
+        source="marin-community/marin, pull request 2447 (the floor) and issue 4567 (the sweep); Marek et al. 2025, arXiv "
+        "2507.07101",
         keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
         values=lambda length, tokens: {
             "adam_b2": 0.999,

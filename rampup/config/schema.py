@@ -298,7 +298,9 @@ class OptimizerKeys(Settings):
         learning_rate * sqrt(k), for Adam. sde: also 1 - k * (1 - b) for adam_b1 and adam_b2, and adam_eps / sqrt(k) (Malladi et
         al. 2022). half_life: adam_b2**k, at most 0.9999, an average over the same number of tokens (Marek et al. 2025).
         timescale: learning_rate * sqrt(k), and adam_weight_decay * k, divided by the factor that the rule or seesaw_factor puts
-        on the learning rate, so that batch / (learning rate * weight decay * tokens) stays constant (Bergsma et al. 2025).""")
+        on the learning rate, so that batch / (learning rate * weight decay * tokens) stays constant (Wang & Aitchison 2024).
+        power_lines: the same for runs of one length; over lengths it falls as tokens**-0.527 (Bergsma et al. 2025). complete:
+        sde, with the weight decay of timescale (Mlodozeniec et al. 2025).""")
     learning_rate_batch_scaling: Literal["auto"] | BatchScaling = _rate("auto", choices=("auto", *BATCH_SCALING), own=True,
         doc="""
         Factor on the learning rate for a batch k times that of batch_scaling_reference: none, sqrt(k) or linear, which is k.
@@ -323,8 +325,9 @@ class OptimizerKeys(Settings):
         limit.""")
     adam_weight_decay_reference_tokens: int | None = _optimizer(None, kind="int", minimum=1, nullable=True, unit="tokens",
         own=True, identity=True, doc="""
-        Tokens of the run for which adam_weight_decay was chosen; with batch_scaling=timescale, the weight decay is multiplied
-        by them and divided by the tokens of this run. null: those of this run.""")
+        Tokens of the run for which adam_weight_decay was chosen, with a model of this size. For k times as many tokens,
+        batch_scaling divides the weight decay by k (timescale, complete) or by k**0.473 (power_lines). null: those of this
+        run.""")
     gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
 
     mu_dtype: str | None = _optimizer(None, kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""', doc="""

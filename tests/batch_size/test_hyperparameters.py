@@ -57,11 +57,13 @@ def test_timescale_of_the_weight_decay_is_constant(scaling):
 
 
 def test_floor_and_ceiling():
-    """Scaled values stay within their limits; unscaled ones are left alone. Ten times the tokens take a tenth of the decay."""
+    """Scaled values stay within their limits; others stay. Ten times the tokens take a tenth or a third of the weight decay."""
     base = AdamConstants(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
     assert set(adam_constants(plan(), base, AdamScaling())) == {base}
     scaling = AdamScaling(weight_decay="timescale", token_ratio=10.0)
     assert scaling.constants(base, ratio=1, rate_scale=1).weight_decay == pytest.approx(0.03)
+    scaling = AdamScaling(weight_decay="power_lines", token_ratio=10.0)
+    assert scaling.constants(base, ratio=1, rate_scale=1).weight_decay == pytest.approx(0.3 / 2.97, rel=1e-3)
     scaling = AdamScaling(b2="half_life", b2_floor=0.95, b2_ceiling=0.9999)
     values = [scaling.constants(AdamConstants(b2=0.999), ratio=batch / 32, rate_scale=1).b2 for batch in (1, 32, 512, 2048)]
     assert values == [0.9999, 0.999, pytest.approx(0.999**16), 0.95]

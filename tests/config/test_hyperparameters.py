@@ -174,6 +174,8 @@ def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
         ("sde", 0.5, (0.975, 0.9875, 2e-8, 0.1)),
         ("half_life", 1, (0.9, 0.95**0.25, 1e-8, 0.1)),
         ("timescale", 0.5, (0.9, 0.95, 1e-8, 0.05)),
+        ("power_lines", 0.5, (0.9, 0.95, 1e-8, 0.05)),
+        ("complete", 0.5, (0.975, 0.9875, 2e-8, 0.05)),
     ],
 )
 def test_each_rule_scales_its_constants(rule, rate, constants):
@@ -183,7 +185,7 @@ def test_each_rule_scales_its_constants(rule, rate, constants):
         plan = build_plan(config, 4)
         assert plan.clock[0].scale == factor
         found = hyperparameters(config, plan)[0]
-        decay = 0.1 * 0.25 / factor if rule == "timescale" else 0.1
+        decay = 0.1 * 0.25 / factor if constants[3] != 0.1 else 0.1
         assert (found.b1, found.b2, found.eps, found.weight_decay) == pytest.approx((*constants[:3], decay))
         assert chosen != "auto" or decay == constants[3]
 
