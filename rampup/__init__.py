@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import BatchDivisibilityError as BatchDivisibilityError
     from rampup.errors import ConfigError as ConfigError
     from rampup.errors import DataError as DataError
+    from rampup.errors import DataWarning as DataWarning
     from rampup.errors import MissingDependencyError as MissingDependencyError
     from rampup.errors import PipelineShapeError as PipelineShapeError
     from rampup.errors import RampDefinitionError as RampDefinitionError
@@ -90,7 +91,7 @@ _HOMES = {
     "rampup.config.load": "load_config",
     "rampup.config.schema": "Config",
     "rampup.dialects": "check_command check_file",
-    "rampup.errors": "BatchDivisibilityError ConfigError DataError MissingDependencyError "
+    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning MissingDependencyError "
     "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError",
     "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
     "rampup.lm.load": "LoadedRun",

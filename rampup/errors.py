@@ -96,6 +96,10 @@ class DataError(RampupError, ValueError):
     """Training data that cannot be read or has too few rows."""
 
 
+class DataWarning(UserWarning):
+    """Training data that look wrong, but may be right."""
+
+
 class StorageError(RampupError, OSError):
     """A checkpoint or a metrics file that cannot be written, for example because the disk is full."""
 

@@ -22,8 +22,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rampup.data.loading import Loading
-from rampup.data.sources import RowSource, as_source, check_not_batched, is_thread_safe, read_rows
-from rampup.engine.batch import Batch, put_batch, stop_step
+from rampup.data.sources import (
+    RowSource,
+    as_source,
+    check_not_batched,
+    check_repeatable,
+    is_thread_safe,
+    read_rows,
+    stack_rows,
+    warn_of_batches,
+)
+from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
 from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
 from rampup.errors import DataError
 from rampup.plan.plan import PlanPosition, RampPlan
@@ -96,13 +105,22 @@ class StepDataset(grain.MapDataset[Any]):
     """A Grain dataset whose element i is the `StepRows` of optimizer step i.
 
     The plan decides which samples a step consumes, and `order` which rows they are. `loading` says which rows of a microbatch
-    this process reads, by default those that its devices in `mesh` need.
+    this process reads, by default those that its devices in `mesh` need. Rows of `first_step` are read twice, to see whether
+    the source repeats them.
     """
 
     def __init__(
-        self, source: RowSource, plan: RampPlan, order: SampleOrder, mesh: Mesh, loading: Loading | None = None
+        self,
+        source: RowSource,
+        plan: RampPlan,
+        order: SampleOrder,
+        mesh: Mesh,
+        loading: Loading | None = None,
+        *,
+        first_step: int = 0,
     ) -> None:
         super().__init__()
+        self._first_step = first_step
         self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
         self._loading = loading or Loading()
 
@@ -114,7 +132,11 @@ class StepDataset(grain.MapDataset[Any]):
             return self.slice(index)
         position = self._plan.position(index)
         samples_S = self.samples_of(position, position.split).ravel()
-        return StepRows(position, samples_S, read_rows(self._source, self._order.rows(samples_S.tolist())))
+        numbers_S = self._order.rows(samples_S.tolist())
+        rows = read_rows(self._source, numbers_S)
+        if index == self._first_step:
+            check_repeatable(self._source, numbers_S, rows)
+        return StepRows(position, samples_S, rows)
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
@@ -125,6 +147,11 @@ class StepDataset(grain.MapDataset[Any]):
         num_rows = split.data_parallel_size * split.microbatch_size
         starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
         return starts[:, None] + self._loading.rows_to_read(self._mesh, num_rows)
+
+    def describe(self, position: PlanPosition, place: int) -> str:
+        """Return where a row of a step comes from, by its place among those that this process reads for this split."""
+        sample = int(self.samples_of(position, position.split).ravel()[place])
+        return self._source.describe(int(self._order.rows([sample])[0]))
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
@@ -145,7 +172,7 @@ class StepDataset(grain.MapDataset[Any]):
                 by_number = np.argsort(samples_S, kind="stable")
                 place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
                 rows = jax.tree.map(lambda x: x[place_S], rows)
-        return jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
+        return in_microbatches(rows, split.num_microbatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +219,7 @@ class BatchLoader:
         if start >= stop:
             return
         # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
-        dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading)
+        dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading, first_step=start)
         # One thread also reads the rows in their order.
         num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
@@ -218,6 +245,7 @@ class BatchLoader:
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
         if f == 1:
+            options["name_row"] = lambda place: dataset.describe(position, place)
             return put_batch(batch_nR, position, self.plan, self.mesh, **options)
         parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
         found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
@@ -238,6 +266,7 @@ def step_batches(
     split_for: Callable[[PlanPosition], BatchSplit] | None = None,
     chunk_size: int | None = None,
     batch_axes: BatchAxes | None = None,
+    batched: bool | None = None,
     num_threads: int = 2,
     read_ahead: int = 4,
 ) -> Iterator[Batch]:
@@ -247,7 +276,8 @@ def step_batches(
         source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
             come one after the other, see `TrainStep.stream`. It is read by one thread at a time, and each row is copied before
             the next is read. A source that several threads may read at the same time has an attribute `thread_safe = True`;
-            NumPy arrays, lists, and Grain's sources and datasets need none.
+            NumPy arrays, lists, and Grain's sources and datasets need none. A row must be the same whenever it is read: the
+            first 16 rows are read twice, and refused if they differ. Random numbers of a row come from its number.
         plan: the plan.
         mesh: the devices.
         start: the first step, or a position of the plan.
@@ -255,10 +285,13 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
+        batched: False says that each element of the source is one row; None warns with a `DataWarning` if it looks like a batch
+            of rows. Batches are trained on with `stream`.
         split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
 
     Raises:
-        DataError: the source is too small for the run, or a row cannot be read.
+        DataError: the source is too small for the run, or a row cannot be read, is another one when it is read again, or has
+            something else than numbers that fit the devices.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -269,13 +302,19 @@ def step_batches(
         >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
+    if batched:
+        raise DataError("rows are read by number, and batches one after the other: step.stream(source, batched=True)")
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
     options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
     options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
-    yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
+    batches = loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
+    for number, batch in enumerate(batches):
+        if number == 0 and batched is None:
+            warn_of_batches(batch.row)
+        yield batch
 
 
 def stream_batches(
@@ -285,7 +324,7 @@ def stream_batches(
     *,
     start: int = 0,
     stop: int | None = None,
-    batched: bool = False,
+    batched: bool | None = None,
     split_for: Callable[[PlanPosition], BatchSplit] | None = None,
     chunk_size: int | None = None,
     batch_axes: BatchAxes | None = None,
@@ -329,19 +368,19 @@ def stream_batches(
                 raise DataError(f"the source yielded None instead of a row, at step {number}")
             # Copied: a source may yield the same array again, filled with the next rows.
             pending.append(jax.tree.map(np.array, item))
+            if number == start and count == 0 and batched is None:
+                warn_of_batches(pending[0])
             sizes = {leaf.shape[:1] if batched else (1,) for leaf in jax.tree.leaves(pending[-1])}
             if len(sizes) != 1 or () in sizes:
                 found = ", ".join(str(size[0]) if size else "no" for size in sorted(sizes)) or "no"
                 raise DataError(f"step {number}: the source yielded arrays of {found} rows, which must be one number for all")
             count += sizes.pop()[0]
-        try:
-            ready = jax.tree.map(lambda *parts: np.concatenate(parts) if batched else np.stack(parts), *pending)
-        except ValueError as error:
-            raise DataError(f"the rows of step {number} do not have the same structure and shapes: {error}") from error
+        name = f"{'batch' if batched else 'row'} {{}} of step {number:,}".format
+        ready = stack_rows(pending, name, np.concatenate if batched else np.stack)
         # What the next step begins with: the rest of a batch that two steps share.
         pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
         count -= needed
-        batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
+        batch_nR = in_microbatches(jax.tree.map(lambda x, used=needed: x[:used], ready), split.num_microbatches)
         yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 

@@ -6,8 +6,9 @@ import bisect
 import contextlib
 import itertools
 import threading
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,9 +16,12 @@ import grain
 import jax
 import numpy as np
 
-from rampup.errors import DataError, MissingDependencyError, RampupError, a_type
+from rampup.engine.totals import differing_leaves
+from rampup.errors import DataError, DataWarning, MissingDependencyError, RampupError, a_type
 
 Rows = Mapping[str, np.ndarray]
+# Rows of the first step that are read twice: enough for a random flip of every tenth row to show.
+_READ_TWICE = 16
 # Objects that are being read, by their id. An entry lives as long as a thread reads or waits.
 _LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -139,8 +143,8 @@ class ItemRows:
         self.items = items
         # Grain reads its own sources and datasets in threads, and asks of what is inside them that it allows this.
         of_grain = isinstance(items, grain.MapDataset) or type(items).__module__.partition(".")[0] == "grain"
-        stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
-        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or stored))
+        self._are_stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
+        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or self._are_stored))
 
     def __len__(self) -> int:
         return len(self.items)
@@ -148,14 +152,15 @@ class ItemRows:
     def read(self, rows: np.ndarray) -> Any:
         """Return the items, stacked."""
         items = []
-        for row in rows:
-            # Copied before the next one is read: a source may return the same array again, filled with the next row.
-            items.append(jax.tree.map(np.array, self.items[int(row)]))
-            if items[-1] is None:
+        for row in rows.tolist():
+            item = self.items[row]
+            if item is None:
                 problem = f"{self.describe(row)} is None, as `MapDataset.filter` makes of the rows that it drops"
                 fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
                 raise DataError(f"{problem}; {fix}")
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+            # Copied before the next one is read: a source may return the same array again, filled with the next row.
+            items.append(item if self._are_stored else jax.tree.map(np.array, item))
+        return stack_rows(items, lambda i: self.describe(rows[i]))
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
@@ -266,6 +271,63 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
         return _read_rows(source, rows)
 
 
+def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable[..., np.ndarray] = np.stack) -> Any:
+    """Return rows as arrays, or refuse rows that differ. `name` returns where a row comes from, by its place in `items`.
+
+    With `np.concatenate`, the items are batches, whose numbers of rows may differ.
+    """
+    try:
+        return jax.tree.map(lambda *leaves: stack(leaves), *items)
+    except (TypeError, ValueError) as error:
+        skipped = 0 if stack is np.stack else 1
+        fix = "all rows must have the same fields and shapes: pad or crop them"
+        for place, item in enumerate(items):
+            for leaf, was, now in differing_leaves(items[0], item, lambda x: np.shape(x)[skipped:]):
+                here, there = ("absent" if shape is None else f"of shape {list(shape)}" for shape in (now, was))
+                problem = f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in {name(0)}"
+                raise DataError(f"{problem}; {fix}") from error
+            if (now := jax.tree.structure(item)) != (was := jax.tree.structure(items[0])):
+                raise DataError(f"{name(place)} is {now}, but {name(0)} is {was}; {fix}") from error
+        raise
+
+
+def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
+    """Refuse a source whose rows differ when they are read once more. `found` is what the first reading has returned."""
+    rows = rows[:_READ_TWICE]
+    again = jax.tree.leaves(read_rows(source, rows))
+    for (path, first), second in zip(jax.tree.leaves_with_path(found), again, strict=True):
+        for place, row in enumerate(rows):
+            # As bytes: a NaN is not equal to itself.
+            if np.asarray(first[place]).tobytes() != np.asarray(second[place]).tobytes():
+                where = f"batch{jax.tree_util.keystr(path)}"
+                problem = f"{source.describe(int(row))} is another one when it is read again, in {where}"
+                why = "no run could be repeated or resumed with the same rows"
+                fix = "make random numbers from the row's number, such as np.random.default_rng((seed, row)), and no state"
+                raise DataError(f"{problem}: {why}; {fix}, or train on step.stream(...), which promises no rows")
+
+
+def warn_of_batches(row: Any) -> None:
+    """Warn if what is taken for a row, here its shapes, looks like a batch: a number per row beside an array per row.
+
+    No shape proves it: a sequence with a label for each of its elements looks alike.
+    """
+    shapes = [x.shape for x in jax.tree.leaves(row)]
+    sizes = {shape[:1] for shape in shapes}
+    if len(sizes) != 1 or not {1} < {len(shape) for shape in shapes}:
+        return
+    size = shapes[0][0]
+    # Matrices of pairs belong to a sequence.
+    if size > 1 and not any(size in shape[1:] for shape in shapes):
+        found = ", ".join(str(list(shape)) for shape in shapes[:4])
+        warnings.warn(
+            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a step takes {size} times as many rows as "
+            "the plan says: train with step.stream(source, batched=True). If it is one row, such as a sequence, say so with "
+            "batched=False",
+            DataWarning,
+            stacklevel=3,
+        )
+
+
 def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     try:
         batch = source.read(rows)
@@ -297,6 +359,15 @@ def as_source(source: Any) -> RowSource:
             f"a {kind} of arrays ({names}) is not indexed by row; give its rows, as a list or with grain.MapDataset.source, or "
             "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
         )
+    if isinstance(source, tuple):
+        shapes = [getattr(column, "shape", ()) for column in source]
+        sizes = {shape[:1] for shape in shapes}
+        if len(shapes) > 1 and len(sizes) == 1 and max(sizes, default=()) > (len(shapes),):
+            found = ", ".join(str(list(shape)) for shape in shapes[:4])
+            raise DataError(
+                f"a tuple of arrays of shape {found} looks like columns, and a source is indexed by row; give its rows, "
+                "list(zip(*columns)); if each array is one row, give a list of them"
+            )
     check_not_batched(source, "train with step.stream(dataset.to_iter_dataset(), batched=True)")
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise DataError(

@@ -6,6 +6,7 @@ Shape suffixes: n microbatches of a step, K microbatches of a chunk, R rows of o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,31 +115,58 @@ def put_batch(
     *,
     batch_axes: BatchAxes | None = None,
     chunk_size: int | None = None,
+    name_row: Callable[[int], str] | None = None,
 ) -> Batch:
     """Put the microbatches of a step on the devices as chunks of one shape; the last chunk is padded with zeros.
 
     `batch_nR` are the rows of this process, arrays (n, rows, ...), which must not change afterwards. The position's `split`
-    says how the rows are split, planned or not. For `chunk_size` see `layout_of`.
+    says how the rows are split, planned or not. For `chunk_size` see `layout_of`. `name_row` returns where a row comes from,
+    by its place among the rows of this process.
 
     Raises:
-        DataError: rows that contain something else than numbers.
+        DataError: rows that contain something else than numbers, no numbers, or numbers that do not fit the devices.
     """
     leaves, structure = jax.tree.flatten(batch_nR)
-    arrays = [np.asarray(x) for x in leaves]
+    name_row = name_row or f"row {{:,}} of step {position.step:,}".format
+    arrays = []
+    for number, leaf in enumerate(leaves):
+        try:
+            arrays.append(_for_devices(np.asarray(leaf), name_row))
+        except DataError as error:
+            path, _ = jax.tree.leaves_with_path(batch_nR)[number]
+            raise DataError(f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}") from None
     layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
     sharding, K = batch_sharding(mesh, leading=1, axes=batch_axes), layout.chunk_size
-    try:
-        firsts = range(0, len(arrays[0]), K)
-        chunks = [[_global_array(x[first : first + K], layout, sharding) for x in arrays] for first in firsts]
-    except Exception as error:
-        # Found only now: to look at every array of every step would take time.
-        paths = [path for path, x in jax.tree.leaves_with_path(batch_nR) if np.asarray(x).dtype.kind in "OSUMm"]
-        if not paths:
-            raise
-        names = ", ".join(f"batch{jax.tree_util.keystr(path)}" for path in paths)
-        fix = "give rows that are pytrees, such as dicts, of numbers, and encode texts"
-        raise DataError(f"{names} cannot be put on a device; {fix}: {error}") from error
+    firsts = range(0, len(arrays[0]), K)
+    chunks = [[_global_array(x[first : first + K], layout, sharding) for x in arrays] for first in firsts]
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
+
+
+def in_microbatches(rows: Any, number: int) -> Any:
+    """Return arrays of rows as microbatches (number, rows of a microbatch, ...)."""
+    # Not -1, which NumPy cannot replace if an array is empty.
+    return jax.tree.map(lambda x: x.reshape(number, len(x) // number, *x.shape[1:]), rows)
+
+
+def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray:
+    """Return an array in the type that it has on the devices, or refuse one that would not arrive as it is."""
+    shape, dtype = x_nR.shape[2:], x_nR.dtype
+    if dtype.kind in "OSUMm" or dtype.names is not None:
+        raise DataError(f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of numbers, and encode texts")
+    if 0 in shape:
+        raise DataError(f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it out of the rows")
+    target = jax.dtypes.canonicalize_dtype(dtype)
+    if target == dtype:
+        return x_nR
+    # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity for a large number.
+    with np.errstate(over="ignore"):
+        narrow = x_nR.astype(target)
+    lost = narrow != x_nR if dtype.kind in "iu" else ~np.isfinite(narrow)
+    if lost.any() and (dtype.kind in "iu" or (lost := lost & np.isfinite(x_nR)).any()):
+        place = np.unravel_index(np.argmax(lost), lost.shape)
+        row, fix = name_row(int(place[0] * x_nR.shape[1] + place[1])), "split" if dtype.kind in "iu" else "scale"
+        raise DataError(f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number, or set jax_enable_x64")
+    return narrow
 
 
 def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
-from rampup.engine.batch import Batch, BufferLayout, layout_of, put_batch, row_size, stop_step
+from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of, put_batch, row_size, stop_step
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
@@ -267,6 +267,7 @@ class TrainStep:
         *,
         seed: int | None = None,
         num_epochs: int | None = None,
+        batched: bool | None = None,
         num_threads: int = 2,
         read_ahead: int = 4,
     ) -> Iterator[Batch]:
@@ -276,7 +277,7 @@ class TrainStep:
             source: see `step_batches`.
             start: the first step, such as `state.step`.
             stop: the step to stop before; None = the end of the plan.
-            seed, num_epochs, num_threads, read_ahead: see `step_batches`.
+            seed, num_epochs, batched, num_threads, read_ahead: see `step_batches`.
         """
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
@@ -289,13 +290,14 @@ class TrainStep:
             stop=stop,
             seed=seed,
             num_epochs=num_epochs,
+            batched=batched,
             num_threads=num_threads,
             read_ahead=read_ahead,
             **self._batch_options,
         )
 
     def stream(
-        self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool = False
+        self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool | None = None
     ) -> Iterator[Batch]:
         """Yield the batch of every optimizer step from rows that come one after the other; see `stream_batches`.
 
@@ -303,7 +305,8 @@ class TrainStep:
             source: yields rows, or batches of rows: a `grain.IterDataset` or `DataLoader`, a generator.
             start: the first step, such as `state.step`. The source must start at the rows of that step.
             stop: the step to stop before; None = the end of the plan, or of the source.
-            batched: the source yields arrays (rows, ...) of any number of rows.
+            batched: whether the source yields batches, arrays (rows, ...) of any number of rows; None: rows, with a warning if
+                they look like batches.
         """
         from rampup.data.batches import stream_batches
 
@@ -332,7 +335,7 @@ class TrainStep:
         if found != {(needed,)}:
             lengths = ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found)) or "no"
             raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows")
-        batch_nR = jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
+        batch_nR = in_microbatches(rows, split.num_microbatches)
         if split != position.split:
             position = dataclasses.replace(position, split=split)
         return put_batch(batch_nR, position, self._plan, self._mesh, batch_axes=self._batch_axes, chunk_size=self._chunk_size)

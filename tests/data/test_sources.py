@@ -3,8 +3,10 @@
 import dataclasses
 import threading
 import time
+import warnings
 
 import grain
+import jax
 import numpy as np
 import pytest
 from helpers.toy import all_tokens, mesh_of, open_rows, plan_for, rows, start
@@ -58,6 +60,8 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
         ((n for n in range(9)), {}, "step.stream"),
         (grain.MapDataset.range(99).filter(lambda n: n % 2), {}, "row 0 of .* is None, .* filter the rows before"),
         (grain.MapDataset.range(99).repeat(), {"seed": 1}, "seed=None"),
+        (tuple(COLUMNS.values()), {}, r"of shape \[64, 2\], \[64\] looks like columns.* list\(zip\(\*columns\)\)"),
+        (rows(), {"batched": True}, "step.stream\\(source, batched=True\\)"),
         (COLUMNS, {}, r"a dict of arrays \('image', 'label'\) is not indexed by row.*grain.MapDataset"),
         (rows(), {"stop": 13}, "steps 0 to 13 .* 0 to 12"),
     ],
@@ -93,7 +97,7 @@ def test_map_dataset_has_epochs_of_its_own():
         ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
         ([{}], False, "arrays of no rows"),
         ([{"x": {"text": "words"}, "y": 1.0}] * 99, False, r"batch\['x'\]\['text'\] cannot be put on a device"),
-        ([dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99, False, "batch cannot be put on a device; give rows that are"),
+        ([dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99, False, "batch cannot be put .* has object; give rows"),
     ],
 )
 def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
@@ -201,3 +205,108 @@ def test_a_source_declares_that_threads_may_read_it(declared, num_threads):
 
     assert len(list(rampup.step_batches(Rows(), plan_for(mesh_of("one"), steps=4), mesh_of("one")))) == 4
     assert len(found) == num_threads
+
+
+class Augmented:
+    """Rows of an image and its label that a function of (generator, row) changes; what is not a number equals nothing."""
+
+    def __init__(self, change):
+        self.change, self.generator = change, np.random.default_rng(0)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, row):
+        return {"x": self.change(self.generator, np.arange(9.0) + row), "label": np.float32(np.nan)}
+
+
+@pytest.mark.parametrize("step_number", [0, 3])
+def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
+    """A generator of the source's own gives other rows after every resume; one that is made of the row's number does not."""
+    step, _ = start(schedule="0:16", steps=4)
+    flip = lambda rng, x: x[::-1] if rng.random() < 0.5 else x  # noqa: E731
+    for change in (flip, lambda rng, x: np.roll(x, rng.integers(9)), lambda rng, x: x + rng.normal()):
+        with pytest.raises(DataError, match=r"read again, in batch\['x'\]: .*default_rng\(\(seed, row\)\)"):
+            next(step.batches(Augmented(change), start=step_number))
+        next(step.stream(Augmented(change)[row] for row in range(64)))
+    seeded = Augmented(lambda rng, x: np.roll(x, np.random.default_rng((7, int(x[0]))).integers(9)))
+    assert len(list(step.batches(seeded, start=step_number))) == 4 - step_number
+
+
+def test_batches_that_are_given_as_rows_are_warned_of():
+    """A list and a generator of batches name `batched=True`; `batched=False` says that each is one row."""
+    step, _ = start(schedule="0:8", steps=2)
+    loader = [{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}] * 16
+    for batches in (lambda **options: step.batches(loader, **options), lambda **options: step.stream(iter(loader), **options)):
+        with pytest.warns(
+            rampup.DataWarning, match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True.*batched=False"
+        ):
+            next(batches())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            next(batches(batched=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(step.stream(iter(loader), batched=True))
+
+
+ORDINARY = {
+    "number": (),
+    "vector": (8,),
+    "image and label": {"image": (32, 32, 3), "label": ()},
+    "image and mask": {"image": (48, 64, 3), "mask": (48, 64)},
+    "tokens and mask": {"tokens": (8,), "mask": (8,)},
+    "tokens and pairs": {"tokens": (8,), "pairs": (8, 8)},
+    "tokens and length": {"tokens": (9,), "length": ()},
+    "features and target": {"x": (8,), "y": ()},
+    "sequences of two lengths": {"source": (8, 4), "target": (6,)},
+    "states of one step": {"state": (1, 4), "action": (1,)},
+}
+
+
+@pytest.mark.parametrize("shapes", ORDINARY.values(), ids=ORDINARY)
+def test_ordinary_rows_are_not_warned_of(shapes):
+    """No usual row is taken for a batch, by number or one after the other."""
+    step, _ = start(schedule="0:8", steps=2)
+    row = jax.tree.map(lambda shape: np.ones(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        next(step.batches([row] * 16))
+        next(step.stream(iter([row] * 16)))
+
+
+EMPTY, RECORD = np.zeros((0, 3)), np.zeros(2, [("a", "i4"), ("b", "f4")])
+# The array of row 5, that of the other rows, and the error.
+UNUSUAL = {
+    "empty": (EMPTY, EMPTY, r"batch\['x'\].* row 0 of .* has the shape \[0, 3\], and so no numbers"),
+    "structured": (RECORD, RECORD, r"batch\['x'\].* row 0 of .* has \[\('a', '<i4'\)"),
+    "longer": (np.zeros(3), np.zeros(2), r"row 5 of .*\['x'\] is of shape \[3\], but of shape \[2\] in row 0"),
+    "deeper": ({"z": np.zeros(2)}, np.zeros(2), r"row 5 of .*\['x'\] is absent, but of shape \[2\] in row 0"),
+    "integer": (np.int64([1, 2**32 + 5]), np.int64([0, 0]), r"\['x'\].* row 5 of .* has 4294967301, .* not fit int32; split"),
+    "unsigned": (np.uint64([1, 2**32]), np.uint64([0, 0]), r"row 5 of .* has 4294967296, which does not fit uint32"),
+    "number": (np.array([np.nan, -1e300]), np.zeros(2), r"row 5 of .* has -1e\+300, which does not fit float32; scale"),
+}
+
+
+@pytest.mark.parametrize(("unusual", "usual", "words"), UNUSUAL.values(), ids=UNUSUAL)
+def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(unusual, usual, words):
+    """JAX would fail in its own words, or drop the upper half of an integer, without the name of the row."""
+    step, _ = start(schedule="0:8", steps=2)
+    items = [{"x": unusual if number == 5 else usual} for number in range(16)]
+    for batches in (step.batches(items), step.stream(iter(items))):
+        with pytest.raises(DataError, match=words):
+            next(batches)
+    if isinstance(unusual, np.ndarray) and unusual.shape == usual.shape:
+        with pytest.raises(DataError, match=words):
+            step.batch({"x": np.stack([item["x"] for item in items[:8]])})
+
+
+def test_numbers_of_64_bits_that_fit_arrive_and_all_do_with_x64():
+    """Small integers and infinity are as they were; with x64, which threads that read do not see, so is everything."""
+    step, _ = start(schedule="0:8", steps=2)
+    small = [{"n": np.int64(-(2**31)), "m": np.uint64(2**32 - 1), "x": np.float64(np.inf), "c": 1e3 + 1j}] * 16
+    row = jax.tree.map(lambda x: x.ravel()[0].item(), next(step.batches(small)).chunks[0])
+    assert row == {"n": -(2**31), "m": 2**32 - 1, "x": np.inf, "c": 1e3 + 1j}
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        large = next(start(schedule="0:8", steps=2)[0].batches([{"n": np.int64(2**40), "x": 1e300}] * 16)).chunks[0]
+        assert (large["n"].ravel()[0].item(), large["x"].ravel()[0].item()) == (2**40, 1e300)
