@@ -23,7 +23,18 @@ from jax.sharding import Mesh
 from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, raise_use_of_keys
 from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constraints
 from rampup.engine.replicas import Replicas
-from rampup.engine.totals import Sums, Totals, accumulator, fill, floating, has_integers, is_floating, safe_reciprocal
+from rampup.engine.totals import (
+    Sums,
+    Totals,
+    accumulator,
+    fill,
+    floating,
+    has_integers,
+    is_floating,
+    largest,
+    safe_reciprocal,
+    sum_of_means,
+)
 from rampup.engine.whole import contains
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
@@ -120,6 +131,7 @@ class AccumulatedLoss:
                 raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
         # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
         shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
+        replicas = Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype)
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
         loss_of = _loss_of(self.loss_fn, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
@@ -130,6 +142,9 @@ class AccumulatedLoss:
 
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
+                if totals.noise and isinstance(sums.weight, tuple):
+                    problem = "measure_gradient_noise=true needs a loss with one weight, but this one has several parts"
+                    raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
                 grads = constrain_leaves(jax.tree.map(accumulator, grads), shardings)
                 noise = totals.noise and totals.noise.block(grads, sums.weight, varying=sums.loss)
                 grads = jax.tree.map(lambda g: accumulator(g, self.accumulator_dtype), grads)
@@ -138,16 +153,19 @@ class AccumulatedLoss:
             def add(i: jax.Array, sums: Sums) -> Sums:
                 mutable = sums.mutable if has_grads else totals.mutable
                 with jax.named_scope("microbatch"):
-                    new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, totals.scale))
+                    new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, totals.scale, weights))
                 added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
                 return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
+            weights, shapes = None, jax.eval_shape(lambda *args: sums_of(loss_of(*args)), *first, None)
+            if has_grads and isinstance(shapes.weight, tuple):
+                weights = replicas.total(_weights(self.loss_fn, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
                 with jax.named_scope("microbatch"):
-                    return reduce(sums_of(loss_of(*first)), totals)
+                    return reduce(sums_of(loss_of(*first, weights)), totals)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
-            shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first))._replace(mutable=None)
+            shapes = shapes._replace(mutable=None)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
             zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
@@ -155,7 +173,7 @@ class AccumulatedLoss:
             # A while loop in the program: its bound is an argument, so one executable serves every number.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), totals)
 
-        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
+        return replicas.run(sum_up)
 
 
 def summable(
@@ -255,7 +273,8 @@ def accumulate(
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several times.
     is_valid = (number >= 0) & (number <= K)
-    return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
+    loss, weight = jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight))
+    return sums._replace(loss=loss, weight=weight)
 
 
 def multi_steps(
@@ -323,10 +342,14 @@ def _loss_of(
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function that calls the loss function on one microbatch: the value to differentiate, and the sums.
 
-    With `differentiates_mean`, the value is loss / weight instead of the loss. For `keeps_mutable` see `check_results`.
+    With `differentiates_mean`, the value is loss / weight instead of the loss. Of several parts it is the sum of loss / weight,
+    with the `weights` of the whole step, or if they are None, of the microbatch; it is multiplied with the largest of them
+    instead of the one weight. For `keeps_mutable` see `check_results`.
     """
 
-    def loss_of(trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any) -> tuple[Any, Sums]:
+    def loss_of(
+        trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any = None
+    ) -> tuple[Any, Sums]:
         params = trained if others is None else fill(trained, others)
         args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
         check_signature(loss_fn, len(args))
@@ -336,14 +359,35 @@ def _loss_of(
             raise_use_of_keys(error, len(args))
             raise
         loss, weight, aux, carried = check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
-        value = Totals(scale=scale).scaled(loss)
+        # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
+        divisor = jax.tree.map(accumulator, jax.lax.stop_gradient(weight if weights is None else weights))
+        value = sum_of_means(loss, divisor) * largest(divisor) if isinstance(loss, tuple) else loss
+        value = Totals(scale=scale).scaled(value)
         if differentiates_mean:
-            # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
-            value *= safe_reciprocal(accumulator(jax.lax.stop_gradient(weight)))
+            value *= safe_reciprocal(largest(divisor))
         loss, weight, aux = jax.tree.map(accumulator, (loss, weight, aux))
         return value, Sums(None, loss, weight, aux, carried if keeps_mutable else None)
 
     return loss_of
+
+
+def _weights(loss_fn: LossFn, first: tuple[Any, ...], rows: tuple[Any, Any], number: Any, shapes: tuple[Any, ...]) -> Any:
+    """Return the weights of the parts of a loss over the first `number` microbatches of a replica's rows.
+
+    Each part of a gradient is divided by its own weight over the whole step. With the weights known before the first
+    gradient, one backward pass and one accumulator serve all parts; otherwise it would be one of each for every part. Weights
+    seldom depend on the parameters, so the compiler drops the model from this loop.
+    """
+    loss_of = jax.jit(_loss_of(loss_fn), inline=True)
+
+    def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
+        weights, mutable = so_far
+        _, sums = loss_of(*first[:2], *take(rows, i), mutable, None)
+        return jax.tree.map(jnp.add, weights, sums.weight), sums.mutable
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    with jax.named_scope("weights"):
+        return jax.lax.fori_loop(0, number, add, (zeros, first[4]))[0]
 
 
 def take(tree: Any, i: Any) -> Any:

@@ -63,8 +63,16 @@ def check_results(
             raise _contract_error(
                 f"returned {a_type(leaf)} as aux{jax.tree_util.keystr(path)}, which must be a number", carries
             )
+    if isinstance(loss, (tuple, list)) or isinstance(weight, (tuple, list)):
+        lengths = [len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)]
+        if lengths[0] != lengths[1] or not lengths[0]:
+            found = " and ".join(f"a tuple of {n}" if n else "no tuple of parts" for n in lengths)
+            problem = f"returned {found} as loss_sum and weight_sum: a loss of several parts has a sum and a weight for each"
+            raise _contract_error(problem, carries)
+        loss, weight = tuple(loss), tuple(weight)
     check_aux(aux, lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2], args[1:3])
-    for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
+    expected: Any = (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer)))
+    for name, value, kinds in ((name, part, kinds) for name, parts, kinds in expected for part in jax.tree.leaves(parts)):
         shape, dtype = np.shape(value), jnp.result_type(value)
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
@@ -146,6 +154,7 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
     return ConfigError(
         f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
         ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
-        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
+        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}. A loss that adds up several means "
+        "returns a tuple of sums and one of weights",
         key="loss_fn",
     )

@@ -559,6 +559,10 @@ def check_shapes(
         problem = f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}"
         fix = "move the change into the first or the last part"
         raise PipelineShapeError(f"{problem}; {fix}")
+    if isinstance(jax.eval_shape(loss.last, shared, y, batch_R, keys_R)[1], tuple):
+        problem = "a PipelinedLoss has one weight, but its `last` returns several parts"
+        fix = "return one sum and one weight, or train without pipeline stages"
+        raise ConfigError(f"{problem}; {fix}", key="loss_fn")
     discrete = [leaf.dtype.name for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if discrete:
         problem = f"what a pipeline stage passes on must be floating-point, as its gradient travels back, and not {discrete[0]}"

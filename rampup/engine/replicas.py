@@ -71,11 +71,19 @@ class Replicas:
         manual = self._manually(functools.partial(own_constraints()(sum_up), self.reduce))
         return manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The mesh axes over which the sums of the loss function still have to be added up."""
+        names = self.axes.replica if self.shards is None else self.axes.rows
+        return tuple(name for name in names if self.mesh.shape[name] > 1)
+
+    def total(self, numbers: Any) -> Any:
+        """Return the sums of numbers over all replicas, in the midst of a function that `run` runs."""
+        return jax.lax.psum(numbers, self._names) if self._names else numbers
+
     def reduce(self, sums: Sums, totals: Totals) -> Sums:
         """Return the sums over all replicas. With several, call it in a function that is manual over their axes."""
-        # The mesh axes over which the sums of the loss function still have to be added up.
-        names = self.axes.replica if self.shards is None else self.axes.rows
-        names = tuple(name for name in names if self.mesh.shape[name] > 1)
+        names = self._names
         if not names:
             return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
         with jax.named_scope("reduce"):

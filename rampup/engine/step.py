@@ -69,7 +69,10 @@ def train_step(
             first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. Gradients do not
             flow through the weight. The backward pass starts from a cotangent of 1 for loss_sum, however the batch is split, so
             a backward rule that clips or rounds sees the gradient of a sum and not of a mean. If the state has `mutable` or
-            `batch_stats`, it is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
+            `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up several means, such as
+            one per token and one per row, returns a tuple of sums and one of weights: each sum is divided by its own weight
+            over the whole step. That takes a pass over the weights before the first gradient, and the engine `fused`; the
+            cotangents are then the largest weight divided by each. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
@@ -231,9 +234,10 @@ class TrainStep:
                 made with `chunk_size=1`.
 
         Returns:
-            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); with the
-            engine `fused` `grad_norm`; with `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with
-            `measure_gradient_noise` `gradient_noise`, see `rampup.engine.gradient_noise.NoiseMeter.metrics`.
+            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); of a loss
+            of several parts `loss_parts`, the mean of each, whose sum is `loss`; with the engine `fused` `grad_norm`; with
+            `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with `measure_gradient_noise` `gradient_noise`, see
+            `rampup.engine.gradient_noise.NoiseMeter.metrics`.
 
         Raises:
             ConfigError: the state does not fit the step.

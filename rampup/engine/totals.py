@@ -5,6 +5,7 @@ The loops over microbatches, of `rampup.engine.accumulate` and of `rampup.engine
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ class Sums(NamedTuple):
     """Sums over all rows of an optimizer step.
 
     Attributes:
-        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters; or None.
-        loss: sum of the losses.
-        weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss.
+        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters; or None. If the
+            loss has several parts, the gradient of `mean_loss` times the largest weight.
+        loss: sum of the losses; a tuple if the loss has several parts.
+        weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss. A tuple with `loss`.
         aux: sums of the other results of the loss function.
         mutable: the state that the loss function carries from microbatch to microbatch, or None.
         noise: sums of squares over the blocks (a microbatch on a replica), if the gradient noise is measured.
@@ -35,9 +37,19 @@ class Sums(NamedTuple):
     mutable: Any = None
     noise: NoiseSums | None = None
 
+    @property
+    def mean_loss(self) -> jax.Array:
+        """Loss / weight, or 0 without weight; with several parts the sum of these means."""
+        return sum_of_means(self.loss, self.weight)
+
+    @property
+    def has_weight(self) -> jax.Array:
+        """Whether any weight is not 0."""
+        return jnp.any(jnp.array(jax.tree.leaves(self.weight)) != 0)
+
     def mean_grads(self, params: Any = None) -> Any:
-        """Return the gradient of loss / weight: in the types of `params`, or by default in those of the sums."""
-        scale = safe_reciprocal(self.weight)
+        """Return the gradient of `mean_loss`: in the types of `params`, or by default in those of the sums."""
+        scale = safe_reciprocal(largest(self.weight))
         grads = jax.tree.map(lambda g: g * scale, self.grads)
         return grads if params is None else cast_like(grads, params)
 
@@ -111,6 +123,17 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
     """
     # The inner `where` keeps the division by zero out of the branch that is not selected.
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
+
+
+def sum_of_means(losses: Any, weights: Any) -> jax.Array:
+    """Return the sum of loss / weight over the parts of a loss. A part without weight counts as 0."""
+    means: Any = jax.tree.map(lambda loss, weight: loss * safe_reciprocal(weight), losses, weights)
+    return sum(jax.tree.leaves(means))
+
+
+def largest(weights: Any) -> Any:
+    """Return the largest of the weights of several parts, or the weight of a loss that has one."""
+    return functools.reduce(jnp.maximum, jax.tree.leaves(weights))
 
 
 def accumulator(x: Any, dtype: Any = None) -> jax.Array:

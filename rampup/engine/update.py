@@ -25,7 +25,17 @@ from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
 from rampup.engine.state import carried, join_frozen, replace_carried, replace_fields, split_frozen
-from rampup.engine.totals import Sums, Totals, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal
+from rampup.engine.totals import (
+    Sums,
+    Totals,
+    cast_like,
+    fill,
+    floating,
+    has_integers,
+    is_floating,
+    safe_reciprocal,
+    sum_of_means,
+)
 from rampup.engine.zero import gather_parameters, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
@@ -81,7 +91,9 @@ class Update:
                 with jax.named_scope("gradient_noise"):
                     measured = totals.noise.metrics(sums.noise, grads, sums.weight)
             grads = _with_integers(grads, state.params)
-        metrics = {"loss": sums.loss * safe_reciprocal(sums.weight), "weight": sums.weight, "aux": sums.aux, **measured}
+        metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux, **measured}
+        if isinstance(sums.loss, tuple):
+            metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
         if self.scatter_axes is not None:
             # The forward pass needed whole parameters. Now each replica updates its own part of them.
             state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
@@ -94,7 +106,7 @@ class Update:
             # The selection reads the whole state once more, so a step of weight 0 alone is no reason to have it.
             is_finite = _is_finite(sums, grads, state)
             metrics["skipped"] = ~is_finite
-            new = select_step(is_finite & (sums.weight != 0), new, state)
+            new = select_step(is_finite & sums.has_weight, new, state)
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
                 # Flax adapts it only when it differentiates: here a function whose gradient is finite if that of the step is.
@@ -126,6 +138,10 @@ class Update:
             options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
             counts = np.int32(1), np.int32(1)
             sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, totals, **options)
+            if isinstance(sums.loss, tuple):
+                problem = "a loss of several parts needs gradient_accumulation=fused"
+                reason = "multi_steps averages microbatches that do not know the weights of the step"
+                raise ConfigError(f"{problem}: {reason}", key="gradient_accumulation", nearest=("fused",))
             grads = _with_integers(grads, state.params)
         # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
         # weights, by MultiSteps.

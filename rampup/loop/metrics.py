@@ -117,7 +117,8 @@ class Metrics:
 
     def _write_oldest(self, *, flushing: bool = False) -> None:
         position, values, compile_seconds, between = self._waiting.popleft()
-        fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped", "facts", "gradient_noise") if name in values}
+        known = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
+        fetched = {name: values[name] for name in known if name in values}
         # The scalars among the auxiliary sums, by their names or paths.
         leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(values.get("aux")) if getattr(leaf, "ndim", 0) == 0]
         if leaves:
@@ -144,6 +145,7 @@ class Metrics:
             "tokens_per_second": round(size * options.tokens_per_sample / step_seconds, 3),
             "microbatch_size": position.split.microbatch_size,
         }
+        record |= {f"loss/{part}": finite_or_none(mean) for part, mean in enumerate(values.get("loss_parts", ()))}
         if "grad_norm" in values:
             record["grad_norm"] = finite_or_none(values["grad_norm"])
         if options.flops_per_sample is not None:
@@ -160,8 +162,9 @@ class Metrics:
             record["skipped"] = True
         for component in self._components:
             record |= component.after_step(record, values)
-        # Means, as the loss is one: the sums over the step's rows, by the step's weight.
-        weight = float(values.get("weight", 0))
+        # Means, as the loss is one: the sums over the step's rows, by the step's weight, of several parts the first.
+        weight = values.get("weight", 0)
+        weight = float(weight[0] if isinstance(weight, tuple) else weight)
         means = {name: finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
         # Facts are numbers that the host knew when the step began.
         record |= {f"aux/{name}" if name in record else name: mean for name, mean in means.items()} | facts

@@ -193,15 +193,20 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
     assert metrics_of(tmp_path) == uninterrupted[0]
 
 
-def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
-    """Scalars in aux are written as means, under their names, to metrics.jsonl and to writers, beside the use of the device."""
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_parts):
+    """Scalars in aux are written as means, under their names, to metrics.jsonl and to writers, beside the use of the device.
+
+    So are the parts of a loss, if there are several.
+    """
     monkeypatch.setattr("rampup.loop.metrics.peak_flops", {"cpu": 1e12}.get)
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, steps=4)
 
     def loss_fn(params, batch, keys):
         loss, weight, _ = toy.loss_fn(params, batch, keys)
-        return loss, weight, {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
+        aux = {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
+        return ((loss, jnp.float32(5)), (weight, 1), aux) if has_parts else (loss, weight, aux)
 
     step, writer = train_step(loss_fn, optax.sgd(0.1), plan, mesh), mock.Mock()
     metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [writer])
@@ -211,7 +216,8 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
         assert number == line["step"]
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
-        assert line["nested/loss"] == pytest.approx(line["loss"])
+        assert line["nested/loss"] == pytest.approx(line["loss/0"] if has_parts else line["loss"])
+        assert not has_parts or line["loss/0"] + line["loss/1"] == pytest.approx(line["loss"])
         assert "vector" not in line
         assert line["mfu"] == line["tflops_per_device"] > 0
 
