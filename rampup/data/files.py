@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import glob
 import hashlib
 import itertools
+import json
 import os
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from rampup.config.schema import DataKeys, ModelKeys
@@ -23,6 +28,7 @@ FULL_HASH_BYTES = 64 * 2**20
 NUM_BLOCKS = 64
 BLOCK_BYTES = 2**20
 _THREADS = 8
+_SETTLED_NS = 2 * 10**9
 
 
 def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
@@ -99,6 +105,24 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
     return paths
 
 
+class _OpenFile:
+    """A file that is open for as long as somebody has this object, and the place on the disk that it was opened at."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.status = os.fstat(self.descriptor)
+        self.place = self.status.st_dev, self.status.st_ino
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+# A system limits the files that a process has open, usually to 1,024, and a corpus may have more. A file that is dropped from
+# here stays open until its last reader is done.
+_open_file = functools.lru_cache(maxsize=64)(_OpenFile)
+
+
 class TokenFile:
     """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile.
 
@@ -107,7 +131,8 @@ class TokenFile:
 
     def __init__(self, path: str, dtype: np.dtype[Any], *, offset: int, size: int) -> None:
         self._path, self._dtype, self._offset, self._size = path, dtype, offset, size
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - stays open for the run
+        # Opened anew: one that was opened before this run may be of a file that is gone.
+        self._place = _OpenFile(path).place
 
     def __len__(self) -> int:
         return self._size
@@ -116,14 +141,23 @@ class TokenFile:
         start, stop, _ = part.indices(self._size)
         wanted, place = (stop - start) * self._dtype.itemsize, self._offset + start * self._dtype.itemsize
         content = b""
+        try:
+            file = _open_file(self._path)
+            if file.place != self._place:
+                _open_file.cache_clear()
+                file = _open_file(self._path)
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be opened again: {error.strerror or error}") from error
+        if file.place != self._place:
+            raise DataError(f"{self._path} is another file than when the run started: it was replaced")
         # pread does not move a shared file position, so threads can read at the same time; it may return less than requested.
         while len(content) < wanted:
             try:
-                more = os.pread(self._file.fileno(), wanted - len(content), place + len(content))
+                more = os.pread(file.descriptor, wanted - len(content), place + len(content))
             except OSError as error:
                 raise DataError(f"{self._path} cannot be read at byte {place:,}: {error.strerror or error}") from error
             if not more:
-                end = os.fstat(self._file.fileno()).st_size
+                end = os.fstat(file.descriptor).st_size
                 raise DataError(f"{self._path} ends at byte {end:,}: it was truncated after the run started")
             content += more
         return np.frombuffer(content, self._dtype)
@@ -157,34 +191,88 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
     raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
 
 
-def fingerprints(paths: Sequence[str]) -> dict[str, str]:
+def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> dict[str, str]:
     """Return size and digest of each file, by its name relative to the folder that all of them share.
 
     Files up to 64 MiB are read completely. Of larger files, 64 evenly spaced blocks of 1 MiB are read, the first and the last
-    among them: a few bytes changed in place can go unnoticed, a file that is longer, shorter or another one cannot.
+    among them: a few bytes changed in place can go unnoticed, a file that is longer, shorter or another one cannot. The result
+    is kept beside JAX's compilation cache, so that a file whose size and times are as they were is not read again.
+
+    With `num_shares`, only one file of so many, from number `share` on, is read and in the result.
 
     Raises:
         DataError: a file cannot be read.
     """
-    if not paths:
-        return {}
+    names, shared = _names_below(paths)
+    rule = [str(shared), FULL_HASH_BYTES, NUM_BLOCKS, BLOCK_BYTES]
+    file = _cache_file(rule)
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = dict(json.loads(file.read_bytes())) if file else {}
+    found: dict[str, str] = {}
+    new: dict[str, Any] = {}
 
-    def fingerprint(path: str) -> str:
-        try:
-            with open(path, "rb") as file:
-                size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
-                if size <= FULL_HASH_BYTES:
-                    digest = hashlib.file_digest(file, "sha256")
-                else:
-                    # The block number 0 starts at byte 0, and the last one ends at the end of the file.
-                    for number in range(NUM_BLOCKS):
-                        file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                        digest.update(file.read(BLOCK_BYTES))
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+    def fingerprint(name: str, path: str) -> None:
+        with _naming(path), open(path, "rb") as file:
+            status, digest = os.fstat(file.fileno()), hashlib.sha256()
+            size, times = status.st_size, [status.st_mtime_ns, status.st_ctime_ns]
+            if known.get(name, [])[:-1] == [size, *times]:
+                found[name] = known[name][-1]
+                return
+            if size <= FULL_HASH_BYTES:
+                digest = hashlib.file_digest(file, "sha256")
+            else:
+                # The block number 0 starts at byte 0, and the last one ends at the end of the file.
+                for number in range(NUM_BLOCKS):
+                    file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                    digest.update(file.read(BLOCK_BYTES))
+        found[name] = f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+        # A file that is being written may change once more without another time.
+        if time.time_ns() - max(times) > _SETTLED_NS:
+            new[name] = [size, *times, found[name]]
 
-    shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
-    names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
+    own = list(zip(names, paths, strict=True))[share::num_shares]
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(names, threads.map(fingerprint, paths), strict=True))
+        list(threads.map(lambda each: fingerprint(*each), own))
+    if file and new:
+        # The folder may be read-only or full, and then the files are read again.
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            whole = file.with_name(f"{file.name}.{os.getpid()}")
+            whole.write_text(json.dumps(known | new))
+            whole.replace(file)
+    return {name: found[name] for name, _ in own}
+
+
+def beginnings(paths: Sequence[str]) -> dict[str, str]:
+    """Return size and a digest of the first 4 KiB of each file, by the names of `fingerprints`: what every process can read."""
+
+    def beginning(path: str) -> str:
+        with _naming(path), open(path, "rb") as file:
+            digest = hashlib.sha256(file.read(4096)).hexdigest()[:12]
+            return f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the first 4 KiB"
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(zip(_names_below(paths)[0], threads.map(beginning, paths), strict=True))
+
+
+def _names_below(paths: Sequence[str]) -> tuple[list[str], Path]:
+    """Return the names of files relative to the folder that all of them share, and the folder."""
+    shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ["."])
+    return [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths], Path(shared)
+
+
+def _cache_file(rule: Sequence[Any]) -> Path | None:
+    """Return the file of known fingerprints, or None if there is no folder for it on a disk."""
+    folder = jax.config.jax_compilation_cache_dir
+    name = hashlib.sha256(json.dumps(rule).encode()).hexdigest()[:16]
+    return None if not folder or "://" in folder else Path(folder).expanduser() / "fingerprints" / f"{name}.json"
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turn an error of the system into one that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

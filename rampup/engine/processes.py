@@ -19,7 +19,7 @@ FOLDER = "rampup"
 # Seconds after which a process says for whom it waits, at the start and at a meeting before a program, and then says so again.
 _QUIET_SECONDS, _QUIET_SECONDS_OF_MEETING, _AGAIN_SECONDS = 10.0, 30.0, 60.0
 _MEETING_SECONDS = 24 * 3600
-_meeting_numbers = itertools.count()
+_meeting_numbers, _gather_numbers = itertools.count(), itertools.count()
 
 
 def is_primary() -> bool:
@@ -44,6 +44,20 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
         kv_store().key_value_set(key, value, allow_overwrite=True)
         return value
     return str(kv_store().blocking_key_value_get(key, 1000 * timeout))
+
+
+def gather_from_all(value: str) -> list[str]:
+    """Return the values of all processes, in every process. They call this equally often, and may come hours apart."""
+    count, folder = jax.process_count(), f"{FOLDER}/all{next(_gather_numbers)}"
+    if count == 1:
+        return [value]
+    kv_store().key_value_set(f"{folder}/{jax.process_index()}", value)
+    found = []
+    with announced("", _QUIET_SECONDS_OF_MEETING) as waiting:
+        for other in range(count):
+            waiting.words = f"process {jax.process_index()} of {count} waits for process {other}"
+            found.append(str(kv_store().blocking_key_value_get(f"{folder}/{other}", 1000 * _MEETING_SECONDS)))
+    return found
 
 
 def check_joined() -> None:

@@ -7,6 +7,7 @@ configuration, finds the checkpoint to resume from, and does the rest.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.schema import PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
 from rampup.data.batches import BatchLoader, SampleOrder
-from rampup.data.files import fingerprints, open_sources
+from rampup.data.files import beginnings, fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
 from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, random_key
@@ -34,7 +35,7 @@ from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.engine.pipeline import permute_layers
-from rampup.engine.processes import broadcast_from_process0, is_primary, wait_for_all
+from rampup.engine.processes import gather_from_all, is_primary, wait_for_all
 from rampup.engine.state import TrainState, create_state
 from rampup.engine.step import EvalStep, TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
@@ -300,10 +301,12 @@ class Run:
         split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
-        # A process that does not read knows no fingerprints. Process 0 reads.
-        facts = {"num_rows": len(train_rows)} | ({"data": fingerprints(files_of(train_rows))} if loading.reads else {})
-        check_consistent(facts)
-        data = json.loads(broadcast_from_process0("data", json.dumps(facts.get("data"))))
+        # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
+        paths = files_of(train_rows)
+        check_consistent({"num_rows": len(train_rows)} | ({"data": beginnings(paths)} if loading.reads else {}))
+        share, num_shares = jax.process_index() // loading.factor, jax.process_count() // loading.factor
+        own = fingerprints(paths, share, num_shares) if loading.reads else {}
+        data = dict(sorted(itertools.chain(*(json.loads(part).items() for part in gather_from_all(json.dumps(own))))))
         # The samples that the run can take: with `batch_size_schedule: auto`, as if the batch were the largest from the start.
         num_samples = max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)])
         loader = BatchLoader(

@@ -1,12 +1,17 @@
 """Tests of rampup.data.files."""
 
+import hashlib
 import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 from array_record.python import array_record_module
 from helpers.toy import all_tokens, open_rows
 
+from rampup.data import files
 from rampup.data.files import fingerprints, open_token_file
 from rampup.errors import DataError
 
@@ -141,3 +146,52 @@ def test_fingerprints_name_files_below_the_shared_folder(tmp_path):
     assert fingerprints([str(moved / name / "a.txt") for name in "xy"]) == found
     with pytest.raises(DataError, match=r"x/a\.txt cannot be read"):
         fingerprints([str(tmp_path / "x" / "a.txt")])
+
+
+@pytest.fixture
+def few_files():
+    """Let this process open no more than 256 files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_more_token_files_than_may_be_open(tmp_path, few_files):
+    """Rows of 300 files come in any order and from several threads, where 256 files may be open; a replaced file is named."""
+    for number in range(300):
+        np.full(9, number % 200, "<u2").tofile(tmp_path / f"{number:03}.bin")
+    train, held_out = open_rows("tokens", str(tmp_path / "*.bin"), length=4)
+    wanted = [np.random.default_rng(seed).permutation(len(train)) for seed in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        for rows, batch in zip(wanted, threads.map(train.read, wanted), strict=True):
+            np.testing.assert_array_equal(batch["tokens"], np.repeat((rows // 2 % 200)[:, None], 5, axis=1))
+    assert held_out.read(np.array([0]))["tokens"].shape == (1, 5)
+    (tmp_path / "new").write_bytes((tmp_path / "000.bin").read_bytes())
+    (tmp_path / "new").rename(tmp_path / "000.bin")
+    train.read(np.arange(100, 300))
+    with pytest.raises(DataError, match=r"row 0\): .*000\.bin is another file than when the run started"):
+        train.read(np.array([0]))
+
+
+def test_fingerprints_are_read_once_and_shared(tmp_path, monkeypatch):
+    """A file of the same size and times is not read again; one of another content is, whatever its time; shares add up."""
+    paths = [str(tmp_path / f"{number}.bin") for number in range(5)]
+    read, digest = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(Path(file.name).name) or digest(file, kind))
+    monkeypatch.setattr(files, "_SETTLED_NS", -1)
+    for number, path in enumerate(paths):
+        Path(path).write_text(str(number))
+    parts = [fingerprints(paths, share, 2) for share in range(2)]
+    assert [list(part) for part in parts] == [["0.bin", "2.bin", "4.bin"], ["1.bin", "3.bin"]]
+    assert sorted(read) == [f"{number}.bin" for number in range(5)]
+    assert fingerprints(paths) == parts[0] | parts[1]
+    status = os.stat(paths[3])
+    Path(paths[3]).write_text("x")
+    os.utime(paths[3], ns=(status.st_atime_ns, status.st_mtime_ns))
+    changed = fingerprints(paths)
+    assert (read[5:], changed["3.bin"] != parts[1]["3.bin"]) == (["3.bin"], True)
+    monkeypatch.setattr(files, "_SETTLED_NS", 10**15)  # as if every file were new
+    Path(paths[0]).write_text("y")
+    assert fingerprints(paths)["0.bin"] == fingerprints(paths)["0.bin"]
+    assert read[6:] == ["0.bin", "0.bin"]
