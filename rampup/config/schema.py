@@ -310,8 +310,10 @@ class OptimizerKeys(Settings):
         Global batch for which learning_rate and AdamW's constants are given; batch_scaling is relative to it. null: the batch
         of the last phase, before seesaw_factor.""")
 
-    opt_type: str = _optimizer("adamw", choices=("adamw", "sgd"), identity=True, doc="""
-        Optimizer: adamw or sgd. Only adamw uses adam_b1, adam_b2, adam_eps and adam_weight_decay.""")
+    opt_type: str = _optimizer("adamw", choices=("adamw", "sgd", "muon"), identity=True, doc="""
+        Optimizer: adamw, sgd, or muon: Muon for the matrices of the layers and AdamW for the rest, with updates of AdamW's
+        size, so that learning_rate, adam_eps and adam_weight_decay count for both. For Muon, the square-root rule of
+        batch_scaling is an assumption. sgd uses none of adam_b1, adam_b2, adam_eps and adam_weight_decay.""")
     skip_nonfinite: int = _optimizer(3, minimum=0, unit="steps", own=True, doc="""
         Number of consecutive steps with a non-finite loss or gradient after which the run stops. Each such step leaves the
         state unchanged. 0: no check.""")

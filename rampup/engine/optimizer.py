@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -14,9 +15,15 @@ import optax
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
 from rampup.engine.totals import accumulator
-from rampup.errors import choice_error
+from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
+
+# `muon` has the matrices of the hidden layers in Muon, and everything else in AdamW.
+KINDS = ("adamw", "sgd", "muon")
+# Muon's updates have this root mean square, about that of AdamW's, so that one learning rate and one weight decay serve both
+# (Liu et al. 2025, arXiv 2502.16982, equation 4).
+MUON_RMS = 0.2
 
 
 # `jax.jit` needs a weak reference to a function.
@@ -215,7 +222,7 @@ def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -
 def make_optimizer(
     learning_rate: float | Callable[[Any], Any],
     *,
-    kind: Literal["adamw", "sgd"] = "adamw",
+    kind: Literal["adamw", "sgd", "muon"] = "adamw",
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-8,
@@ -224,32 +231,65 @@ def make_optimizer(
     mu_dtype: Any = None,
     nu_dtype: Any = None,
     adam: AdamSchedule | None = None,
+    matrices: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
-    """Return an optimizer: clipping by global norm, then AdamW or SGD.
+    """Return an optimizer: clipping by global norm, then AdamW, SGD or Muon.
 
     Args:
         learning_rate: a number, or a schedule over optimizer steps such as `LearningRate`.
-        kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101) or `sgd`.
-        b1, b2, eps, weight_decay: AdamW's constants.
+        kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101), `sgd`, or `muon` (Jordan et al. 2024; `optax.contrib.muon`),
+            with AdamW for what is no matrix.
+        b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight decay, and a momentum of 0.95.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
         mu_dtype, nu_dtype: types in which AdamW stores its first and second moment between steps; None = those of the
             parameters. If one is given, both are updated in at least float32.
         adam: AdamW's constants by phase, instead of the constants above.
+        matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each parameter, or None for AdamW; None = all
+            arrays of two dimensions are matrices.
+
+    Raises:
+        ConfigError: an unknown `kind`, or what Muon does not support.
+        MissingDependencyError: Optax is too old for Muon.
 
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
     """
-    if kind not in ("adamw", "sgd"):
-        raise choice_error("opt_type", kind, ("adamw", "sgd"))
+    if kind not in KINDS:
+        raise choice_error("opt_type", kind, KINDS)
+    # Before the optimizer, so that one huge gradient does not stay in the moments.
+    clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    if kind == "muon":
+        if adam is not None or nu_dtype is not None:
+            name = "batch_scaling" if adam is not None else "nu_dtype"
+            raise ConfigError(f"{name} changes how AdamW works, which opt_type=muon runs for a part of the model", key=name)
+        return optax.chain(*clipping, _muon(learning_rate, b1, b2, eps, weight_decay, mu_dtype, matrices))
     if kind == "sgd":
         tx = optax.sgd(learning_rate)
     elif adam is not None:
         tx = scheduled_adamw(learning_rate, adam)
     else:
         tx = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    # Before the optimizer, so that one huge gradient does not stay in the moments.
-    clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype))
+
+
+def _muon(
+    rate: Any, b1: float, b2: float, eps: float, weight_decay: float, mu_dtype: Any, matrices: Callable[[Any], Any] | None
+) -> optax.GradientTransformation:
+    """Return Muon with AdamW for the rest, or refuse an Optax without `consistent_rms`."""
+    if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
+        problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
+        raise MissingDependencyError(problem, key="opt_type")
+    return optax.contrib.muon(
+        rate,
+        eps=eps,
+        weight_decay=weight_decay,
+        mu_dtype=mu_dtype,
+        adam_b1=b1,
+        adam_b2=b2,
+        adam_weight_decay=weight_decay,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=MUON_RMS,
+    )
 
 
 def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **others: Any) -> optax.GradientTransformation:

@@ -40,7 +40,7 @@ from rampup.engine.state import TrainState, create_state
 from rampup.engine.step import EvalStep, TrainStep, train_step
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
-from rampup.lm.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import AutoBatch, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
@@ -450,7 +450,7 @@ def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = No
     scaling, adam = adam_scaling(config, run_plan or rate.plan), None
     if scaling.is_active:
         adam = AdamSchedule(plan=rate.plan, constants=adam_constants(rate.plan, adam_base(config), scaling))
-    return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam)
+    return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam, matrices=matrices)
 
 
 def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:

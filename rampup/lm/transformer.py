@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -57,11 +58,25 @@ _LAYER_SPECS = {
     "up": (FSDP, TENSOR),
     "down": (TENSOR, FSDP),
 }
+# The matrices of a layer for Muon: which dimensions are those of their input and of their output, after that of the layers.
+_MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {"out": ((1, 2), (3,))}
+_MATRICES |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
 
 
 # The keys of base.yml and rl.yml for attributes of a model that are not named like them.
 _KEYS = {"num_layers": "base_num_decoder_layers", "width": "base_emb_dim", "mlp_dim": "base_mlp_dim"}
 _KEYS |= {"num_heads": "base_num_query_heads", "tied": "logits_via_embedding", "param_dtype": "weight_dtype"}
+
+
+def matrices(params: Any) -> Any:
+    """Return the matrices among a model's parameters, for `make_optimizer(kind="muon")`: those of the layers."""
+
+    def of_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = [getattr(entry, "key", None) for entry in path]
+        found = _MATRICES.get(names[-2]) if "layers" in names else None
+        return found and optax.contrib.MuonDimensionNumbers(*found)
+
+    return jax.tree.map_with_path(of_leaf, params)
 
 
 class Block(nn.Module):

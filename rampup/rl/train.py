@@ -25,7 +25,7 @@ from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
-from rampup.lm.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import Component, LoopStep
 from rampup.loop.distributed import check_consistent, join
@@ -155,7 +155,7 @@ class RolloutRun:
         )
         peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
         self.rates = {n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak) for n, peak in peaks.items()}
-        txs = {name: optimizer_from_config(config, rate) for name, rate in self.rates.items()}
+        txs = {name: optimizer_from_config(config, rate, matrices=matrices) for name, rate in self.rates.items()}
         self.step = rollout_step(
             model,
             txs["policy"],

@@ -1,5 +1,7 @@
 """Tests of rampup.engine.optimizer."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,8 @@ import optax
 import pytest
 
 from rampup.engine.optimizer import LearningRate, make_optimizer
-from rampup.errors import ConfigError, RampDefinitionError
+from rampup.errors import ConfigError, MissingDependencyError, RampDefinitionError
+from rampup.lm.transformer import LanguageModel, matrices
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -76,8 +79,42 @@ def test_make_optimizer_runs_both_kinds():
         assert float(jnp.linalg.norm(updates["w"])) < 1.0
     free = make_optimizer(0.1, kind="sgd", clip_norm=0)
     assert float(free.update(grads, free.init(params), params)[0]["w"][0]) == -10.0
-    with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
+    with pytest.raises(ConfigError, match="must be one of adamw, sgd, muon"):
         make_optimizer(0.1, kind="adm")
+
+
+HAS_MUON = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
+
+
+@pytest.mark.skipif(not HAS_MUON, reason="this Optax has no Muon with updates of AdamW's size")
+def test_muon_updates_are_orthogonal_and_of_the_size_of_adam():
+    """A matrix of a layer moves along nearly orthonormal rows, with a root mean square of 0.2; the rest moves as with AdamW."""
+    model = LanguageModel(num_layers=2, width=32, mlp_dim=64, num_heads=4, num_kv_heads=2, vocab_size=16)
+    params = model.init(jax.random.key(0))
+    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+    options = {"clip_norm": 0, "weight_decay": 0.0}
+    tx = make_optimizer(1.0, kind="muon", matrices=matrices, **options)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    shapes = {"query": (32, 32), "key": (32, 16), "value": (32, 16), "out": (32, 32), "gate": (32, 64), "up": (32, 64)}
+    for name, shape in (shapes | {"down": (64, 32)}).items():
+        for update in np.asarray(updates["layers"][name]["kernel"]):
+            assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2, rel=0.25)
+            values = np.linalg.svd(update.reshape(shape), compute_uv=False)
+            # A random square matrix has one direction of nearly no gradient.
+            assert values[0] / values[-2] < 2.5
+    adam = optax.adamw(1.0, b1=0.9, b2=0.95, weight_decay=0.0, nesterov=True)
+    expected, _ = adam.update(grads, adam.init(params), params)
+    for name in ("embedding", "final_norm"):
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
+    with pytest.raises(ConfigError, match="nu_dtype changes how AdamW works"):
+        make_optimizer(1.0, kind="muon", nu_dtype="bfloat16")
+
+
+@pytest.mark.skipif(HAS_MUON, reason="this Optax has Muon")
+def test_muon_needs_a_newer_optax():
+    """The error names the version and the command."""
+    with pytest.raises(MissingDependencyError, match=r"needs Optax 0\.2\.7 or newer.*pip install"):
+        make_optimizer(1.0, kind="muon")
 
 
 def test_make_optimizer_stores_moments_in_other_types():

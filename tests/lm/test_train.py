@@ -4,12 +4,14 @@ Runs that several tests compare with are trained once per module. The schedule h
 of the program: runs that differ only in `steps` share one compilation.
 """
 
+import inspect
 import itertools
 import json
 import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from helpers import toy
 from helpers.runs import metrics_of, stop_after
@@ -23,6 +25,10 @@ from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
 DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
 SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+has_muon = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
+needs_muon = pytest.mark.skipif(not has_muon, reason="this Optax has no Muon with updates of AdamW's size")
 
 
 def config(folder, keys=TINY | {"checkpoint_period": 100, "learning_rate_schedule_steps": 40}, **changes):
@@ -218,7 +224,12 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
+    ("axes", "sizes"),
+    [
+        ({}, {}),
+        ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4}),
+        pytest.param({"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"opt_type": "muon"}, marks=needs_muon),
+    ],
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""
