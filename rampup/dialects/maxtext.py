@@ -20,7 +20,7 @@ from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, read_source, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
-from rampup.dialects.script import show_unknown, unknown_names
+from rampup.dialects.unknown import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes

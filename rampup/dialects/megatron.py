@@ -21,7 +21,8 @@ from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, resolve_reference, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
-from rampup.dialects.script import Command, unknown_names
+from rampup.dialects.script import Command
+from rampup.dialects.unknown import unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
 from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES

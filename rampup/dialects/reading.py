@@ -19,7 +19,8 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.script import SCRIPTS, Command, needs_arguments, open_options, read_commands, show_unknown, unknown_names
+from rampup.dialects.script import SCRIPTS, Command, read_commands
+from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
@@ -176,8 +177,7 @@ def type_settings(
                 settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
                 if needs_arguments(value):
                     settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
-                shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
-                said = f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}"
+                said = f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add {settle}"
                 error = ConfigError(said, key=name)
                 if not entries[name].optional:
                     raise error
@@ -407,8 +407,9 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
         raise ConfigError(f"{said}. If another one starts the run, check that", key="from", path=path)
     score, command, leaves = max(found, key=lambda row: row[0])
-    if name := next((name for word in command.words if (name := open_options(word))), ""):
-        said = f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=..."
+    if marker := next((marker for word in command.words if (marker := open_options(word))), ""):
+        [name] = unknown_names(marker)
+        said = f"{explain_unknown(marker)}, and sizes in this command depend on it; add {name}=..."
         raise ConfigError(said, key=name, path=command.path, line=command.line or None)
     notes = []
     if command.line:
@@ -467,7 +468,7 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         """Read a base file in one of the folders, or else take the shipped one."""
         name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
         if unknown := unknown_names(name):
-            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
+            raise ConfigError(f"{explain_unknown(name)}, its base file; add {unknown[0]}=...", path=path)
         if next(left) < 0:
             raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
         for folder in folders:

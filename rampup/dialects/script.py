@@ -10,16 +10,21 @@ The environment counts as empty, so `${X:-8}` is 8. A branch that ends in `exit`
 The values of a variable form a small lattice. Below are known texts and lists; above them stand the markers, and nothing is
 known of a text beyond the names of the markers in it, which say what a user must give:
 
-- `_UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap in the words of a command.
-- `_ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n` and `:-` only.
-- `_UNKNOWN`, what only a run can know.
-- `_OPTIONS`, unknown as well, but some of its possible values set keys that matter: an error in the command that is chosen.
+- `UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap in the words of a command.
+- `ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n`, `:-` and the like only.
+- `UNKNOWN`, what only a run can know.
+- `OPTIONS`, unknown as well, but some of its possible values set keys that matter: an error in the command that is chosen.
 
 Expansions, tests and arithmetic only go up: a result is unknown if a part on which it depends is; only an assignment of a known
 value goes down again. Where branches join (`_Reader.join`), a variable keeps its first value if all branches agree, or if its
 words set the same keys to the same values in all of them (`relevant`). Otherwise it goes up to a marker with the name of a
-variable of the condition, because to give that one settles all that differ. A branch that ends in `exit` does not take part.
-The state before the branches does, if it is possible that none of them is taken.
+variable of the condition, because to give that one settles all that differ; if the condition has none, the marker has the name
+of the variable that differs, and the condition as its reason. A branch that ends in `exit` does not take part. The state before
+the branches does, if it is possible that none of them is taken.
+
+A loop is followed to its end while its condition is known, for at most `MAX_REPEATS` passes. From a pass on whose condition is
+unknown, the state is joined with that after the pass until it stays; and what a loop changes that is too long becomes unknown.
+The positional parameters are a variable (`@`), so that all of this holds for `shift` too.
 
 A script that another one starts or sources is read as well. Where the run begins is not known: `PWD` is `.` until a `cd`, and a
 relative path is that of the nearest file, from the folder of the script upwards.
@@ -27,14 +32,13 @@ relative path is that of the nearest file, from the folder of the script upwards
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
 import itertools
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -42,25 +46,33 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
+from rampup.dialects.shell_expressions import VARIABLE, Test, apply_sign, compile_expression, to_number
+from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
+from rampup.dialects.shell_tools import Option, next_option, print_output, split_fields
+from rampup.dialects.slurm import count_tasks, read_header, read_options
+from rampup.dialects.unknown import (
+    ARGUMENT,
+    BREAK,
+    EMPTY,
+    MARKER,
+    OPTIONS,
+    RESERVED,
+    UNKNOWN,
+    UNSET,
+    drop_unset,
+    explain_unknown,
+    first_marker,
+    has_unknown,
+    mark,
+    show_unknown,
+    unknown_names,
+)
 from rampup.errors import ConfigError
 
-MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 20_000, 200_000, 64, 20, 200
-# A marker is one of the first four, a name and the last.
-_UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
-# Where words are split, and a part in quotes, which makes a word even if it is empty.
-_BREAK, _EMPTY = "\ue005", "\ue006"
-_RESERVED = re.compile(f"[{_UNSET}-{_EMPTY}\0]")
-_MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
-_EMPTIES = re.compile(f"{_UNSET}[^{_END}]*{_END}")
-_OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
-_REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
+MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 40_000, 200_000, 256, 20, 200
+MAX_LAUNCHES = 8  # of one script by one line, as in a sweep
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
-_CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
-_ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
-_SLURM = re.compile(r"^#SBATCH +(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|-N *)(\d+)[ \t\r]*(?:#.*)?$", re.MULTILINE)
-_SLURM_NAMES = {"ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "gpus-per-node": ("SLURM_GPUS_PER_NODE",)}
 # The suffixes of scripts, the commands that take one, those before a command, and files of a machine, not of a run.
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
@@ -68,6 +80,10 @@ _WRAPPERS = ("srun", "env", "nohup", "time", "timeout", "nice", "sudo", "setsid"
 _OF_MACHINE = ("activate", "conda.sh", ".bashrc", ".profile", ".bash_profile", "profile")
 _STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s")
 _PATHS = re.compile(r"\s*(?:dirname|basename|realpath|readlink|pwd|cd)\b")
+# `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
+_SHELL_OPTION = re.compile(r"-\w*c")
+_SHOWN = 60
+_LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 
 
 class Command(NamedTuple):
@@ -79,7 +95,12 @@ class Command(NamedTuple):
         path: the file in which it stands.
         script: the script that it starts or sources; empty if none.
         unread: why that script is not read; empty if it is.
+        remark: how that script was found, if it was not where its name says.
         places: file and line of the arguments with which its own script was started.
+        outer: the words of the command in whose quotes it stands.
+        tasks: how many processes run it, by Slurm or MPI; empty if nothing says so.
+        cut: the line in which a backslash before a comment or a blank ends it, though more seems to follow.
+        skipped: the condition under which it would run, though it does not.
     """
 
     words: tuple[str, ...]
@@ -87,7 +108,12 @@ class Command(NamedTuple):
     path: str = ""
     script: str = ""
     unread: str = ""
+    remark: str = ""
     places: Mapping[str, tuple[str, int]] = MappingProxyType({})
+    outer: tuple[str, ...] = ()
+    tasks: str = ""
+    cut: int = 0
+    skipped: str = ""
 
     def locate(self, value: Any, *words: str) -> Located:
         """Return a value that some words of the command set, and where they stand."""
@@ -96,17 +122,47 @@ class Command(NamedTuple):
         return Located(value=value, path=path, line=line or None)
 
 
-class _Node(NamedTuple):
-    """A command, with raw words and the bodies of its here-documents, or a compound with lists of nodes."""
+@dataclass(slots=True)
+class _Spent:
+    """What bounds the work."""
 
-    kind: str
-    line: int
-    words: list[str]
-    parts: list[Any]
+    steps: int = 0
+    scripts: int = 0
+    launches: dict[tuple[str, int, str], int] = field(default_factory=dict)  # by the place that starts a script, and its file
 
 
 class _Stop(Exception):  # noqa: N818 - control flow, not an error
-    """`exit`, `return`, `break` or `continue`."""
+    """`exit`, `return`, `break` or `continue`.
+
+    Attributes:
+        name: the word.
+        level: how many loops it leaves; or the status that `return` gives, -1 if unknown.
+    """
+
+    def __init__(self, name: str, level: int = 1) -> None:
+        super().__init__(name)
+        self.name, self.level = name, level
+
+    @property
+    def is_check(self) -> bool:
+        """Whether a branch that ends so is a check, which has passed."""
+        return self.name == "exit" or (self.name == "return" and self.level > 0)
+
+
+class _Left(NamedTuple):
+    """A branch that may have left a loop or a function."""
+
+    name: str
+    level: int
+    env: dict[str, Any]
+    why: _Why
+
+
+class _Why(NamedTuple):
+    """Why a condition is unknown: the marker of a variable on which it depends, if there is one, and its text."""
+
+    marker: str = ""
+    reason: str = ""
 
 
 def read_commands(
@@ -137,310 +193,84 @@ def read_commands(
         (('run', '--n', '8', '8'), 2)
     """
     reader = _Reader(Path(path), given, nested, relevant)
-    reader.env |= _read_slurm(text)
-    reader.exported |= reader.env.keys()
+    reader.env |= read_header(text)
+    reader.exported |= reader.env.keys() - {"@"}
     try:
-        reader.run(_Parser(_RESERVED.sub("?", text), line).script())
+        reader.run(parse(RESERVED.sub("?", text), line))
     except _Stop:
         pass
     except (IndexError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"cannot read the shell script: {reason}", path=str(path)) from None
-    return reader.commands
+    return [*reader.commands, *_find_skipped(reader, nested)]
 
 
-def _read_slurm(text: str) -> dict[str, str]:
-    """Return Slurm's variables that the header of a batch script sets."""
-    nodes = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    return {name: number for option, number in _SLURM.findall(text) for name in _SLURM_NAMES.get(option, nodes)}
+def _find_skipped(reader: _Reader, nested: re.Pattern[str]) -> Iterator[Command]:
+    """Yield the commands that match, as written, in branches that are not taken; none if one that is taken matches."""
+    if any(nested.search(" ".join(command.words)) for command in reader.commands):
+        return
+    for condition, rows in reader.skipped:
+        for node in _walk(rows):
+            if node.kind == "command" and nested.search(" ".join(node.words)):
+                yield Command(tuple(node.words), node.line, str(reader.path), skipped=condition)
 
 
-def needs_arguments(text: str) -> bool:
-    """Return whether a part of a text is an argument that the script was not given."""
-    return _ARGUMENT in text
+def _walk(part: Any) -> Iterator[Node]:
+    """Yield the nodes within a part of a parsed script."""
+    if isinstance(part, Node):
+        yield part
+        part = part.parts
+    for inner in part if isinstance(part, list | tuple) else ():
+        yield from _walk(inner)
 
 
-def unknown_names(text: str) -> list[str]:
-    """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
-    return list(dict.fromkeys(_MARKER.findall(text)))
+def _show(pipe: Sequence[Node]) -> str:
+    """Return a condition for a message, with its line."""
+    text = " ".join(" | ".join(" ".join(node.words) or node.kind for node in pipe).split())
+    return f"`{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}` (line {pipe[0].line})"
 
 
-def show_unknown(text: str) -> str:
-    """Return a text with `$NAME` for each unknown part."""
-    return _MARKER.sub(lambda match: match[1] if match[1].startswith("$") else f"${match[1]}", text)
-
-
-def _mark(name: str, kind: str = _UNKNOWN) -> str:
-    return kind + re.sub(rf"[\s{_UNSET}-{_END}]+", "_", name[:80]) + _END
-
-
-class _Parser:
-    """A recursive-descent parser of bash's grammar."""
-
-    def __init__(self, text: str, line: int | None = None) -> None:
-        self.text, self.at, self.line = text, 0, line
-        self.newlines = [match.start() for match in re.finditer("\n", self.text)]
-        self.documents: list[tuple[str, str, list[str]]] = []  # end word, pattern of indents to strip, where the body goes
-
-    def script(self) -> list[Any]:
-        """Return all nodes of the text; a stray end of a compound is skipped."""
-        nodes = self.rows()
-        while self.peek():
-            self.next()
-            nodes += self.rows()
-        return nodes
-
-    def peek(self) -> str:
-        """Return the next operator or raw word; empty at the end."""
-        while match := _CONTINUED.match(self.text, self.at):
-            self.at = match.end()
-        if self.at >= len(self.text):
-            return ""
-        if (match := _OPERATOR.match(self.text, self.at)) and not self.text.startswith(("<(", ">("), self.at):
-            return match[0]
-        text, start = self.text, self.at
-        end = _skip(text, start)  # also over `<` or `>`, with which `<(command)` begins
-        while True:
-            is_process = text[end - 1] in "=<>" and (text[start] in "<>" or _ASSIGNMENT.match(text, start, end))
-            if text[end : end + 1] == "(" and (is_process or (text[end - 1] in "@?*+!" and end - 1 > start)):
-                end = _close(text, end) + 1
-            if end >= len(text) or text[end] in " \t\r\n;&|()<>":
-                return text[start:end]
-            end = _skip(text, end)
-
-    def next(self) -> str:
-        token = self.peek()
-        self.at += len(token)
-        if token == "\n":
-            documents, self.documents = self.documents, []
-            for end, tabs, body in documents:
-                last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(self.text, self.at)
-                inner = self.text[self.at : last.start() if last else len(self.text)].removesuffix("\n")
-                body.append(re.sub(rf"^{tabs}", "", inner, flags=re.MULTILINE))
-                self.at = last.end() if last else len(self.text)
-                self.at += self.text.startswith("\n", self.at)
-        return token
-
-    def expect(self, *tokens: str) -> str:
-        self.skip("\n")
-        if (token := self.next()) not in tokens:
-            raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
-        return token
-
-    def skip(self, *tokens: str) -> None:
-        while self.peek() in tokens:
-            self.next()
-
-    def here(self) -> int:
-        return bisect.bisect_left(self.newlines, self.at) + 1 if self.line is None else self.line
-
-    def rows(self) -> list[Any]:
-        """Return (connector, negated, commands of a pipe) rows until an end word."""
-        rows, connector = [], ""
-        while token := self.peek():
-            if token in (";", "&", "\n"):
-                self.next()
-            elif token in ("&&", "||"):
-                connector = self.next()
-            elif token in _ENDS:
-                break
-            else:
-                negated = token == "!"
-                if negated:
-                    self.next()
-                pipe = [self.command()]
-                while self.peek() in ("|", "|&"):
-                    self.next()
-                    self.skip("\n")
-                    pipe.append(self.command())
-                rows.append((connector, negated, pipe))
-                connector = ""
-        return rows
-
-    def command(self) -> _Node:
-        """Return a simple or a compound command; the redirections of a compound are dropped, with its here-documents."""
-        kind, line, words, parts = self.peek(), self.here(), list[str](), list[Any]()
-        if self.text.startswith("((", self.at):
-            kind, words = "arithmetic", [self.in_brackets()]
-        elif kind not in ("(", "{", "if", "while", "until", "for", "select", "case", "function"):
-            return self.simple(line)
-        else:
-            self.next()
-        if kind in ("(", "{"):
-            parts = [self.rows()]
-            self.expect(")" if kind == "(" else "}")
-        elif kind == "if":
-            word = "elif"
-            while word == "elif":
-                condition = self.rows()
-                self.expect("then")
-                parts.append((condition, self.rows()))
-                word = self.expect("fi", "elif", "else")
-            if word == "else":
-                parts.append((None, self.rows()))
-                self.expect("fi")
-        elif kind in ("while", "until"):
-            parts = [self.rows(), self.body()]
-        elif kind in ("for", "select"):
-            self.peek()
-            if self.text.startswith("((", self.at):
-                kind, words = "count", self.in_brackets().split(";")
-            else:
-                kind, words = "for", [self.next(), '"$@"']
-                self.skip("\n")
-                if self.peek() == "in":
-                    self.next()
-                    del words[1:]
-                    while self.peek() not in ("", ";", "\n"):
-                        words.append(self.next())
-            parts = [self.body()]
-        elif kind == "case":
-            words = [self.next()]
-            self.expect("in")
-            self.skip("\n")
-            while self.peek() not in ("", "esac"):
-                patterns = []
-                while (token := self.next()) != ")":
-                    if not token:
-                        raise ValueError(f"line {line}: the case does not end")
-                    if token not in ("|", "("):
-                        patterns.append(token)
-                parts.append((patterns, self.rows()))
-                if self.peek() in (";;", ";&", ";;&"):
-                    self.next()
-                self.skip("\n")
-            self.expect("esac")
-        elif kind == "function":
-            words = [self.next()]
-            if self.peek() == "(":
-                self.next()
-                self.expect(")")
-            self.skip("\n")
-            parts = [self.command()]
-        while self.redirect([]):
-            pass
-        return _Node(kind, line, words, parts)
-
-    def in_brackets(self) -> str:
-        """Return the text within `((` and `))`."""
-        start, end = self.at + 2, _close(self.text, self.at + 1)
-        self.at = end + 2
-        return self.text[start:end]
-
-    def body(self) -> list[Any]:
-        self.skip(";", "\n")
-        end = "}" if self.expect("do", "{") == "{" else "done"
-        body = self.rows()
-        self.expect(end)
-        return body
-
-    def simple(self, line: int) -> _Node:
-        """Return a simple command; redirections are dropped, here-documents kept."""
-        node = _Node("command", line, [], [])
-        is_test = False
-        ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
-        while (token := self.peek()) and (is_test or token not in ends):
-            if is_test:
-                node.words.append(self.next())
-                is_test = node.words[-1] != "]]"
-            elif token == "(":
-                self.next()
-                self.expect(")")
-                if len(node.words) != 1:
-                    raise ValueError(f"line {line}: unexpected '('")
-                self.skip("\n")
-                return _Node("function", line, node.words, [self.command()])
-            elif not self.redirect(node.parts):
-                node.words.append(self.next())
-                is_test = node.words == ["[["]
-        return node
-
-    def redirect(self, bodies: list[Any]) -> bool:
-        """Drop a redirection, but add the body of a here-document; return whether there was one."""
-        if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
-            return False
-        self.at = match.end()
-        target = self.next()
-        if match[1] in ("<<", "<<-"):
-            end = re.sub(r"[\"'\\]", "", target)
-            body = [] if end == target else ["quoted"]
-            self.documents.append((end, "\t*" if match[1] == "<<-" else "", body))
-            bodies.append(body)
-        return True
-
-
-def _skip(text: str, at: int) -> int:
-    """Return the place after the character, quoted text or expansion at a place."""
-    letter = text[at]
-    if letter == "\\":
-        return min(at + 2, len(text))
-    if letter == "'":
-        return text.index("'", at + 1) + 1
-    if letter in '"`':
-        end = at + 1
-        while text[end] != letter:
-            end = _skip(text, end) if text[end] in "\\$" or (text[end] == "`" and letter == '"') else end + 1
-        return end + 1
-    if letter == "$" and text[at + 1 : at + 2] in ("{", "(", "["):
-        return _close(text, at + 1) + 1
-    if text[at : at + 2] == "$'":
-        at += 2
-        while text[at] != "'":
-            at += 2 if text[at] == "\\" else 1
-    return at + 1
-
-
-def _close(text: str, at: int) -> int:
-    """Return the place of the bracket that closes the one at a place."""
-    opening = text[at]
-    closing = {"(": ")", "{": "}", "[": "]"}[opening]
-    depth, end = 1, at + 1
-    while True:
-        if end >= len(text):
-            raise ValueError(f"a {opening!r} does not end")
-        if text[end] == closing:
-            depth -= 1
-            if not depth:
-                return end
-        depth += text[end] == opening
-        if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
-            end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in ("{", "(", "'")
-        end = end + 1 if is_plain else _skip(text, end)
-
-
-def _has_unknown(text: str) -> bool:
-    return _END in text
-
-
-def _first_name(*texts: str) -> str:
-    """Return the first variable on which one of the texts depends; empty if there is none."""
-    return next((name for text in texts for name in unknown_names(text) if name.isidentifier()), "")
-
-
-def open_options(word: str) -> str:
-    """Return the name on which it depends what a word adds to a command, or nothing if that does not matter."""
-    match = _MARKER.fullmatch(word)
-    return match[1] if match and word[0] == _OPTIONS else ""
+def _expand_braces(raw: str) -> list[str]:
+    """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it is."""
+    if span := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", raw):
+        first, last = int(span[1]), int(span[2])
+        numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
+        return list(map(str, numbers[:MAX_STEPS]))
+    listed = re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
+    return listed[1].split(",") if listed else [raw]
 
 
 class _Reader:
-    """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping."""
+    """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping.
+
+    The variable `@` is the list of the positional parameters, from $0 on.
+    """
 
     def __init__(
         self, path: Path, given: Mapping[str, str], nested: re.Pattern[str], relevant: Callable[[Sequence[str]], object]
     ) -> None:
-        self.path, self.given, self.nested, self.relevant = path, given, nested, relevant
-        self.env: dict[str, Any] = {"PWD": "."}
+        self.path = path
+        self.given = given
+        self.nested = nested
+        self.relevant = relevant
+        self.env: dict[str, Any] = {"PWD": ".", "@": [str(path.absolute())]}
         self.exported = {"PWD"}  # the variables and functions that another shell sees
         self.exports_all = False
-        self.arguments = [str(path.absolute())]  # from $0 on
+        self.asks = True  # whether a positional parameter that is not there may have been given
         self.places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
         self.running: list[tuple[Any, ...]] = [(str(path.absolute()),)]  # the scripts that have started each other
-        self.functions: dict[str, _Node] = {}
+        self.outer: tuple[str, ...] = ()  # the command in whose quotes this stands
+        self.tasks = ""  # how many processes run this, if a launcher says so
+        self.functions: dict[str, Node] = {}
         self.commands: list[Command] = []
-        self.steps, self.scripts, self.depth = itertools.count(1), itertools.count(1), 0  # both of all shells
-        self.cause = ""  # a variable on which the last unknown condition depends
+        self.skipped: list[tuple[str, Sequence[Any]]] = []  # branches that are not taken, and why
+        self.spent = _Spent()  # by all shells
+        self.depth = 0
+        self.why = _Why()  # of the last unknown condition
+        self.left: list[_Left] = []
+        self.assumed = False  # whether the last status is that of a program, which is taken to succeed
+
+    # Control flow.
 
     def run(self, rows: Sequence[Any]) -> bool | None:
         """Evaluate a list; return its status: None if unknown."""
@@ -450,27 +280,74 @@ class _Reader:
                 continue
             is_test = len(pipe) == 1 and pipe[0].kind == "command" and pipe[0].words[:1] in (["["], ["[["], ["test"])
             if connector and status is None and not is_test:
-                self.join([self.attempt([("", negated, pipe)])], self.cause, exhaustive=False)
+                self.join([self.attempt([("", negated, pipe)])], self.why, exhaustive=False)
                 continue
             before = status
-            for node in pipe:
-                if next(self.steps) > MAX_STEPS:
-                    raise ValueError(f"line {node.line}: it has more than {MAX_STEPS:,} steps")
-                status = self.node(node)
+            try:
+                status = self.pipe(pipe)
+            except _Stop as stop:
+                if not (connector and stop.name == "exit"):
+                    raise
+                continue
+            if status is None:
+                reason = self.why.reason if len(pipe) == 1 else ""
+                self.why = _Why(self.why.marker, reason or f"it is not known whether {_show(pipe)} holds")
             status = not status if negated and status is not None else status
             if before is None and status is (connector == "&&") and connector:
                 status = None  # unknown and true, or unknown or false
         return status
 
+    def condition(self, rows: Sequence[Any]) -> bool | None:
+        """Evaluate a condition; the success of a program is not known in advance."""
+        self.why, self.assumed = _Why(), False
+        status = self.run(rows)
+        if self.assumed and status is not None:
+            self.why = _Why("", f"it is not known whether {_show(rows[-1][2])} succeeds")
+            return None
+        return status
+
+    def pipe(self, nodes: Sequence[Node]) -> bool | None:
+        status: bool | None = True
+        for node in nodes:
+            self.spent.steps += 1
+            if self.spent.steps > MAX_STEPS:
+                raise ValueError(f"line {node.line}: it has more than {MAX_STEPS:,} steps")
+            if len(nodes) == 1:
+                status = self.node(node)
+            elif node is nodes[-1] and (found := self.grep(nodes)) is not None:
+                status, self.assumed = found, False
+            else:
+                status = self.subshell([("", False, [node])])
+        return status
+
+    def subshell(self, rows: Sequence[Any]) -> bool | None:
+        with self.changed(env=dict(self.env), left=[]), contextlib.suppress(_Stop):
+            return self.run(rows)
+        return True
+
     def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
-        """Evaluate a branch in a copy of the variables; return them, or None if it ends with `exit`."""
+        """Evaluate a branch in a copy of the variables; return them, or None if it leaves a loop, a function or the script."""
+        why = self.why
         with self.changed(env=dict(self.env)):
             try:
                 self.run(rows)
             except _Stop as stop:
-                if stop.args[0] == "exit":
-                    return None
+                if not stop.is_check:
+                    self.left = [*self.left, _Left(stop.name, stop.level, self.env, why)]
+                return None
             return self.env
+
+    def passes_check(self, rows: Sequence[Any]) -> bool:
+        """Evaluate a branch that is taken; return whether it is one that ends with `exit`, and take it back then."""
+        before = dict(self.env)
+        try:
+            self.run(rows)
+        except _Stop as stop:
+            if stop.name != "exit":
+                raise
+            self.env = before
+            return True
+        return False
 
     @contextlib.contextmanager
     def changed(self, **changes: Any) -> Iterator[None]:
@@ -482,151 +359,262 @@ class _Reader:
         finally:
             vars(self).update(before)
 
-    def join(self, branches: Iterable[dict[str, Any] | None], cause: str, *, exhaustive: bool) -> None:
-        """Continue after branches when the variable `cause` leaves open which one was taken."""
+    def join(self, branches: Iterable[dict[str, Any] | None], why: _Why, *, exhaustive: bool) -> None:
+        """Continue after branches when `why` leaves open which one was taken."""
         ends = [env for env in branches if env is not None]
         if not exhaustive or not ends:
             ends.append(self.env)
         joined: dict[str, Any] = {}
         for name in {n: 0 for env in ends for n in env}:
             values = [env.get(name) for env in ends]
+            if values.count(values[0]) == len(values):
+                joined[name] = values[0]
+                continue
             words = [value if isinstance(value, list) else (value or "").split() for value in values]
-            matters = [self.relevant(part) for part in words] if values.count(values[0]) < len(values) else []
-            if (any(matters) and matters.count(matters[0]) == len(matters)) or not matters:
+            matters = [self.relevant(part) for part in words]
+            if any(matters) and matters.count(matters[0]) == len(matters):
                 joined[name] = values[0]  # they do not differ in anything that matters
             else:
-                joined[name] = _mark(cause or name, _OPTIONS if any(matters) else _UNKNOWN)
+                kind = OPTIONS if any(matters) else UNKNOWN
+                joined[name] = kind + why.marker[1:] if why.marker else mark(name, kind, why.reason)
         self.env = joined
 
-    def node(self, node: _Node) -> bool | None:
-        status: bool | None = True
-        if node.kind == "command":
-            return self.command(node)
-        if node.kind == "{":
-            return self.run(node.parts[0])
-        if node.kind == "(":
-            self.attempt(node.parts[0])
-        elif node.kind == "arithmetic":
-            value = self.arithmetic(node.words[0])
-            status = None if _has_unknown(value) else value != "0"
-        elif node.kind == "function":
-            self.functions[node.words[0]] = node.parts[0]
-        elif node.kind in ("if", "case"):
-            subject, ends, cause = self.text(node.words[0], empty=True) if node.words else "", [], ""
-            for condition, body in node.parts:
-                self.cause = ""
-                if node.kind == "if":
-                    met = True if condition is None else self.run(condition)
-                else:
-                    texts = [self.text(pattern, empty=True) for pattern in condition]
-                    self.cause = _first_name(subject, *texts)
-                    met = any(fnmatchcase(subject, text) for text in texts)
-                    if any(map(_has_unknown, (subject, *texts))) and "*" not in texts:
-                        met = None
-                cause = cause or self.cause
-                if met is False:
-                    continue
-                ends.append(self.attempt(body))
-                if met and (ends[-1] is not None or condition is None):
-                    break
-            else:
-                ends.append(self.env)
-            self.join(ends, cause, exhaustive=True)
-        elif node.kind == "for":  # once for each word
-            name = node.words[0]
-            raw_words = list[str]()
-            for raw in node.words[1:]:  # {1..4} and {a,b} are several words
-                span, listed = re.fullmatch(r"\{(\d+)\.\.(\d+)\}", raw), re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
-                first, last = (int(span[1]), int(span[2])) if span else (0, 0)
-                numbers = map(str, range(first, min(last, first + MAX_REPEATS) + 1))
-                raw_words += numbers if span else listed[1].split(",") if listed else [raw]
-            for item in [word for raw in raw_words for word in self.words(raw)][:MAX_REPEATS]:
-                unknown = _has_unknown(item) or "*" in item
-                self.assign(name, "", _mark(name) if unknown else item)
-                if not self.repeat(node.parts[-1]):
-                    break
-        elif node.kind == "count":
-            self.arithmetic(node.words[0])
-            for _ in range(MAX_REPEATS):
-                value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-                if _has_unknown(value):  # once, as a branch that may not be taken
-                    self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
-                if value == "0" or _has_unknown(value) or not self.repeat(node.parts[-1]):
-                    break
-                self.arithmetic(node.words[2])
-        elif self.run(node.parts[0]) is not (node.kind == "until"):  # likewise
-            self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
-        return status
+    def take_left(self, name: str) -> list[_Left]:
+        """Return the branches that may have left the innermost loop or function in a way, and forget them."""
+        found = [left for left in self.left if left.name == name and (name == "return" or left.level == 1)]
+        self.left = [left for left in self.left if left not in found]
+        return found
 
-    def repeat(self, body: Sequence[Any]) -> bool:
-        try:
-            self.run(body)
-        except _Stop as stop:
-            if stop.args[0] in ("exit", "return"):
-                raise
-            return bool(stop.args[0] == "continue")
+    def join_left(self, lefts: Sequence[_Left]) -> None:
+        """Continue with the state that each of some branches may have left behind, too."""
+        if lefts:
+            self.join([self.env, *(left.env for left in lefts)], lefts[0].why, exhaustive=True)
+
+    def node(self, node: Node) -> bool | None:
+        match node.kind:
+            case "command":
+                return self.command(node)
+            case "{":
+                return self.run(node.parts[0])
+            case "(":
+                return self.subshell(node.parts[0])
+            case "arithmetic":
+                value = self.arithmetic(node.words[0])
+                self.why = _Why(first_marker(value), self.why.reason)
+                return None if has_unknown(value) else value != "0"
+            case "function":
+                self.functions[node.words[0]] = node.parts[0]
+            case "if" | "case":
+                self.choose(node)
+            case "for":
+                self.loop(node, self.words_step(node))
+            case "count":
+                self.arithmetic(node.words[0])
+                self.loop(node, self.count_step(node))
+            case _:
+                self.loop(node, partial(self.while_step, node))
         return True
 
-    def command(self, node: _Node) -> bool | None:
-        own = [match.groups() for match in itertools.takewhile(bool, map(_ASSIGNMENT.fullmatch, node.words)) if match]
+    def choose(self, node: Node) -> None:
+        """Evaluate an `if` or a `case`: the branch that is taken, or all that may be."""
+        subject = self.text(node.words[0], empty=True) if node.words else ""
+        ends: list[dict[str, Any] | None] = []
+        whys: list[_Why] = []
+        for condition, body in node.parts:
+            if node.kind == "case":
+                texts = [self.text(pattern, empty=True) for pattern in condition]
+                met: bool | None = any(fnmatchcase(subject, text) for text in texts)
+                if any(map(has_unknown, (subject, *texts))) and "*" not in texts:
+                    met = None
+                    self.why = _Why(
+                        first_marker(subject, *texts), f"it is not known what {node.words[0]} is (line {node.line})"
+                    )
+            else:
+                met = True if condition is None else self.condition(condition)
+            if met is False:
+                said = f"case {node.words[0]} in {'|'.join(condition)})" if node.kind == "case" else _show(condition[-1][2])
+                self.skipped.append((said, body))
+                continue
+            whys += [self.why] if met is None else []
+            if met and not ends:  # nothing before it may have been taken
+                if not self.passes_check(body) or condition is None:
+                    return
+                continue
+            ends.append(self.attempt(body))
+            if met and (ends[-1] is not None or condition is None):
+                break
+        else:
+            ends.append(self.env)
+        marker = next((why.marker for why in whys if why.marker), "")
+        self.join(ends, _Why(marker, "; ".join(dict.fromkeys(why.reason for why in whys))), exhaustive=True)
+
+    def loop(self, node: Node, step: Callable[[], bool | None]) -> None:
+        """Evaluate a loop. `step` prepares a pass; it returns whether there is one, None if that is not known."""
+        body, endless = node.parts[-1], _Why("", f"the loop in line {node.line} is not followed to its end")
+        outer, self.left = self.left, []
+        is_broken = is_long = False
+        for number in itertools.count():
+            before = dict(self.env)
+            is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent.steps > MAX_STEPS // 2)
+            status = step()
+            if status is False:
+                break
+            why = endless if is_long or status else self.why
+            if status is None:
+                ends = [self.attempt(body), *(left.env for left in self.take_left("continue"))]
+                self.join(ends, why, exhaustive=False)
+            else:
+                try:
+                    self.run(body)
+                except _Stop as stop:
+                    if stop.name not in ("break", "continue") or stop.level > 1:
+                        self.left = [*outer, *self.left]
+                        raise _Stop(stop.name, stop.level - (stop.name in ("break", "continue"))) from None
+                    is_broken = stop.name == "break"
+                self.join_left(self.take_left("continue"))
+                if is_long:
+                    self.join([before], why, exhaustive=False)
+            if is_broken or (number and self.env == before and (status is None or node.kind != "for")):
+                break  # or it goes on like this without end
+        broken = self.take_left("break")
+        self.left = [*outer, *(left._replace(level=left.level - (left.name != "return")) for left in self.left)]
+        self.join_left(broken)
+
+    def words_step(self, node: Node) -> Callable[[], bool | None]:
+        """Return the step of a loop over words."""
+        name, *listed = node.words
+        items = [word for raw in listed for part in _expand_braces(raw) for word in self.words(part)]
+        unknown = [item for item in items if has_unknown(item) or "*" in item]
+        rest = iter(items)
+
+        def step() -> bool | None:
+            if unknown:
+                self.assign(name, "", mark(name))
+                said = f"it is not known what the loop over {name} in line {node.line} goes through"
+                self.why = _Why(first_marker(*unknown), said)
+                return None
+            for item in rest:
+                self.assign(name, "", item)
+                return True
+            return False
+
+        return step
+
+    def count_step(self, node: Node) -> Callable[[], bool | None]:
+        """Return the step of `for ((first; condition; next))`."""
+        numbers = itertools.count()
+
+        def step() -> bool | None:
+            if next(numbers):
+                self.arithmetic(node.words[2])
+            value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
+            self.why = _Why(
+                first_marker(value), f"it is not known whether (({node.words[1].strip()})) holds (line {node.line})"
+            )
+            return None if has_unknown(value) else value != "0"
+
+        return step
+
+    def while_step(self, node: Node) -> bool | None:
+        """Prepare a pass of `while` or `until`. Where no arguments are given, a loop over them does nothing."""
+        with self.changed(asks=False):
+            status = self.condition(node.parts[0])
+        return status if status is None else status is not (node.kind == "until")
+
+    # Commands.
+
+    def command(self, node: Node) -> bool | None:
+        own = [match.groups() for match in itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, node.words)) if match]
         raw = node.words[len(own) :]
+        self.assumed = False
         if not raw:
             for assignment in own:
                 self.set(*assignment)
             return True
         if raw[0] in ("[[", "[", "test"):
-            quoted = raw[0] == "[["
-            found = (self.words(part, empty=True, split=not quoted) or [""] * quoted for part in raw[1:])
-            words = list(itertools.chain.from_iterable(found))
-            test = _Test(words if raw[0] == "test" else words[:-1])
-            value = test.value()
-            if value is None:
-                self.cause = self.cause or _first_name(*test.unknown)
-            return value
+            return self.test(raw)
         if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
-            exports = raw[0] == "export" or any(re.fullmatch(r"-\w*x\w*", word) for word in raw)
-            for word in raw[1:]:
-                if match := _ASSIGNMENT.fullmatch(word):
-                    self.set(*match.groups())
-                elif (match := _ASSIGNMENT.fullmatch(self.text(word))) and '"' in word:
-                    self.assign(match[1], match[2], match[4])
-                self.exported |= {match[1] if match else word} if exports else set()
+            self.declare(raw)
             return True
         words = [word for part in raw for word in self.words(part)]
         if not words:
             return True
-        name, *rest = words
-        if name in self.functions:
-            if self.depth >= MAX_NESTING:
-                return None
-            with self.changed(arguments=[self.arguments[0], *rest], depth=self.depth + 1):
-                try:
-                    return self.node(self.functions[name])
-                except _Stop as stop:
-                    if stop.args[0] != "return":
-                        raise
-                    return None
+        if words[0] in self.functions:
+            return self.function(words)
         values = {name: self.text(value) for name, _, _, value in own}
+        return self.builtin(words, node, values)
+
+    def test(self, raw: Sequence[str]) -> bool | None:
+        """Evaluate a test in brackets."""
+        quoted, words = raw[0] == "[[", list[str]()
+        for before, part in itertools.pairwise(raw):
+            if quoted and before == "=~" and re.search(r"[\\\"']", part):
+                words.append(mark(part))  # a part of the pattern stands for itself
+            else:
+                words += self.words(part, empty=True, split=not quoted) or [""] * quoted
+        test = Test(words if raw[0] == "test" else words[:-1])
+        value = test.value()
+        if value is None:
+            self.why = _Why(self.why.marker or first_marker(*test.unknown), self.why.reason)
+        return value
+
+    def declare(self, raw: Sequence[str]) -> None:
+        """Evaluate `export`, `declare`, `local`, `readonly` or `typeset`."""
+        exports = raw[0] == "export" or any(re.fullmatch(r"-\w*x\w*", word) for word in raw)
+        for word in raw[1:]:
+            if match := ASSIGNMENT.fullmatch(word):
+                self.set(*match.groups())
+            elif (match := ASSIGNMENT.fullmatch(self.text(word))) and '"' in word:
+                self.assign(match[1], match[2], match[4])
+            self.exported |= {match[1] if match else word} if exports else set()
+
+    def function(self, words: list[str]) -> bool | None:
+        """Call a function; return its status."""
+        if self.depth >= MAX_NESTING:
+            return None
+        before, outer = self.env["@"], self.left
+        self.env["@"] = [self.zero, *words[1:]]
+        self.left = []
+        status: bool | None
+        try:
+            with self.changed(depth=self.depth + 1, asks=False):
+                status = self.node(self.functions[words[0]])
+        except _Stop as stop:
+            if stop.name != "return":
+                raise
+            status = None if stop.level < 0 else not stop.level
+        finally:
+            returned = self.take_left("return")
+            self.left = [*outer, *self.left]
+            self.join_left(returned)
+            self.env["@"] = before
+        return None if returned else status
+
+    def builtin(self, words: list[str], node: Node, values: dict[str, str]) -> bool | None:
+        """Evaluate a command of bash itself, or record a program; `values` are the variables before it."""
+        name, *rest = words
         match name:
             case "exit" | "return" | "break" | "continue":
-                raise _Stop(name)
+                level = int(rest[0]) if rest and rest[0].isdecimal() and len(rest[0]) < 4 else -1 if name == "return" else 1
+                raise _Stop(name, level)
             case "set":
                 self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
-                if "--" in rest:
-                    self.arguments[1:] = rest[rest.index("--") + 1 :]
+                if "--" in rest or (rest and rest[0][0] not in "-+"):
+                    self.env["@"] = [self.zero, *rest[rest.index("--") + 1 if "--" in rest else 0 :]]
+                    self.asks = False
             case "shift":
-                del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
+                return self.shift(rest[0] if rest else "1")
             case "cd":
-                folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
+                folder = next((word for word in rest if not word.startswith("-")), mark("PWD"))
                 path = os.path.normpath(os.path.join(self.folder, folder))
-                self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
+                self.env["PWD"] = mark("PWD") if has_unknown(path) else path
             case "unset":
                 for word in rest:
                     self.env.pop(word, None)
-            case "read" | "mapfile" | "readarray" | "getopts":
-                for word in filter(str.isidentifier, rest):
-                    self.assign(word, "", _mark(word))
-                return False if name == "getopts" else None
+            case "getopts" if len(rest) > 1:
+                return self.getopts(rest[0], rest[1], rest[2:])
+            case "read" | "mapfile" | "readarray":
+                return self.read(name, rest, node.parts, values)
             case "let":
                 for word in rest:
                     self.evaluate(word)
@@ -645,100 +633,220 @@ class _Reader:
                 return self.record(words, node, values)
         return True
 
+    def shift(self, count: str) -> bool | None:
+        """Drop the first positional parameters, if there are so many."""
+        arguments, number = self.env["@"], int(count) if count.isdecimal() else 1
+        if isinstance(arguments, str) or has_unknown(count):
+            self.env["@"] = mark("@")
+            return None
+        if number >= len(arguments):
+            return False
+        self.env["@"] = [arguments[0], *arguments[1 + number :]]
+        return True
+
+    def getopts(self, letters: str, name: str, arguments: list[str]) -> bool | None:
+        """Evaluate a call of `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it."""
+        given = arguments or self.env["@"][1:]
+        index = self.text("${OPTIND:-1}")
+        word = given[int(index) - 1] if index.isdecimal() and 0 < int(index) <= len(given) else ""
+        if isinstance(self.env["@"], str) or not index.isdecimal() or has_unknown(word[:2]) or has_unknown(letters):
+            self.assign(name, "", mark(name))
+            self.assign("OPTARG", "", mark("OPTARG"))
+            return None
+        found = next_option(letters, given, int(index), int(self.env.get("OPTIND@", "0")))
+        option = found or Option("?", None, int(index) + (word == "--"), 0)
+        self.assign(name, "", option.name)
+        self.env |= {"OPTIND": str(option.following), "OPTIND@": str(option.place)}
+        if option.argument is None:
+            self.env.pop("OPTARG", None)
+        else:
+            self.assign("OPTARG", "", option.argument)
+        return found is not None
+
+    def input(self, documents: Sequence[Document]) -> str | None:
+        """Return what the last here-document or here-string gives a command to read."""
+        if not documents:
+            return None
+        last = documents[-1]
+        if not last.end:
+            return self.text(last.text, empty=True) + "\n"
+        return last.text if last.quoted else self.text(last.text.replace('\\"', '\\\\"'), quoted=True)
+
+    def read(self, name: str, rest: list[str], documents: Sequence[Document], values: Mapping[str, str]) -> bool | None:
+        """Evaluate `read` or `mapfile`: known is only what a here-document or a here-string says."""
+        text, names, is_list, ends = self.input(documents), list[str](), name != "read", "\n"
+        words = iter(rest)
+        option = re.compile(r"-\w*?([adinNptu])(.*)" if name == "read" else r"-\w*?([dnOsuCc])(.*)", re.DOTALL)
+        for word in words:
+            if match := option.fullmatch(word):
+                value = match[2] or next(words, "")
+                is_list |= match[1] == "a"
+                names += [value] if match[1] == "a" else []
+                ends = value if match[1] == "d" else ends
+            elif word.isidentifier():
+                names.append(word)
+        if text is None or ends not in ("", "\n") or has_unknown(text) or (name != "read" and "-t" not in rest):
+            for word in names:
+                self.assign(word, "", mark(word) if text is None or len(names) > 1 or is_list else text.strip())
+            return None
+        names = names or ["MAPFILE" if name != "read" else "REPLY"]
+        if name != "read":
+            self.assign(names[0], "", text.splitlines())
+            return True
+        fields = split_fields(
+            text.partition("\n")[0] if ends else text, values.get("IFS", self.env.get("IFS")), 0 if is_list else len(names)
+        )
+        for number, word in enumerate(names):
+            self.assign(word, "", fields if is_list else fields[number] if number < len(fields) else "")
+        return True
+
+    def grep(self, nodes: Sequence[Node]) -> bool | None:
+        """Return whether `... | grep -q TEXT` finds a plain text in what the commands before it print, if that is known."""
+        words = [word for raw in nodes[-1].words for word in self.words(raw)] if nodes[-1].kind == "command" else []
+        if len(words) != 3 or words[0] != "grep" or not re.fullmatch(r"-[qiEF]*q[qiEF]*", words[1]):
+            return None
+        text = self.output(nodes[:-1])
+        if text is None or has_unknown(text) or not re.fullmatch(r"[\w /:=-]+", words[2]):
+            return None
+        return words[2].lower() in text.lower() if "i" in words[1] else words[2] in text
+
     def script(self, text: str, line: int | None) -> bool | None:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
-            return self.run(_Parser(text, line).script()) if self.depth < MAX_NESTING else None
+            return self.run(parse(text, line)) if self.depth < MAX_NESTING else None
 
-    def record(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
+    def record(self, words: list[str], node: Node, own: dict[str, str]) -> bool | None:
         """Keep a command, and those in its script, its quoted words and here-documents."""
         if words[0] in _PRINTING:
             words = words[:1]
-        if (place := _find_script(words)) is not None:
-            return self.follow(words, place, node.line, own)
-        self.commands.append(Command(tuple(words), node.line, str(self.path), places=self.places))
-        searches = (self.nested.search, _STARTS.search)
-        texts = [
-            (word.removeprefix("--wrap="), words[place + 2 :])
-            for place, (before, word) in enumerate(itertools.pairwise(words))
-            if any(map(str.isspace, word)) and (before in ("-c", "-lc") or any(search(word) for search in searches))
-        ]
-        for body in node.parts:
-            text = body[-1] if len(body) > 1 else self.text(body[-1].replace('\\"', '\\\\"'), quoted=True) if body else ""
-            texts += [(text, [])] if any(search(text) for search in searches) else []
-        for text, parameters in texts:
-            number = len(self.commands)
-            try:
-                self.shell(text, node.line, own, arguments=parameters or [_mark("$0")])
-            except (ValueError, IndexError):
-                del self.commands[number:]
+        self.assumed = True
+        with self.changed(tasks=count_tasks(words, lambda name: drop_unset(self.text(f"${name}"))) or self.tasks):
+            if (place := _find_script(words)) is not None:
+                return self.follow(words, place, node.line, own)
+            command = Command(tuple(words), node.line, str(self.path), places=self.places)
+            self.commands.append(command._replace(outer=self.outer, tasks=self.tasks, cut=node.cut))
+            for text, parameters in self.find_texts(words, node):
+                number = len(self.commands)
+                try:
+                    self.shell(text, node.line, own, arguments=parameters or [mark("$0")], outer=tuple(words))
+                except (ValueError, IndexError):
+                    del self.commands[number:]
         return None if words[0] in ("grep", "command", "which", "nvidia-smi") else True
 
-    def shell(self, text: str, line: int | None, own: dict[str, str], **changes: Any) -> None:
+    def find_texts(self, words: Sequence[str], node: Node) -> Iterator[tuple[str, list[str]]]:
+        """Yield the texts in a command that are scripts themselves, with their arguments."""
+        searches = (self.nested.search, _STARTS.search)
+        for place, (before, whole) in enumerate(itertools.pairwise(words)):
+            word = _LONG_OPTION.sub("", whole)
+            if any(map(str.isspace, word)) and (_SHELL_OPTION.fullmatch(before) or any(search(word) for search in searches)):
+                yield word, list(words[place + 2 :])
+        text = self.input(node.parts) or ""
+        if any(search(text) for search in searches):
+            yield text, []
+
+    def shell(self, text: str, line: int | None, own: dict[str, str], arguments: list[str], **changes: Any) -> None:
         """Evaluate a text in another shell, which sees what is exported and the variables of its `own`."""
         shell = copy.copy(self)
-        shell.env = {name: value for name, value in self.env.items() if name in self.exported} | own
+        shell.env = {name: value for name, value in self.env.items() if name in self.exported} | own | {"@": arguments}
         shell.exported = self.exported | own.keys()
         shell.functions = {name: body for name, body in self.functions.items() if name in self.exported}
         shell.exports_all = False
+        shell.left = []
+        shell.asks = False
         vars(shell).update(changes)
         with contextlib.suppress(_Stop):
             shell.script(text, line)
 
     def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
         """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
-        number, word, arguments, sourced = len(self.commands), words[place], words[place + 1 :], words[0] in ("source", ".")
+        number, word, before = len(self.commands), words[place], words[:place]
+        arguments, sourced = words[place + 1 :], words[0] in ("source", ".")
         command = Command(tuple(words), line, str(self.path), script=word, places=self.places)
         self.commands.append(command)
         try:
-            if word.startswith("<("):
-                raise ConfigError(f"what {show_unknown(word)} prints is not known")
-            if names := unknown_names(word):
-                settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
-                raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
-            # The working directory may be one of another machine.
-            pwd, found = self.folder, list[tuple[str, str]]()
-            for directory in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
-                for up in map(str, self.path.absolute().parents):
-                    start = os.path.normpath(os.path.join(up, directory))
-                    file = os.path.normpath(os.path.join(start, word))
-                    found += [(file, start)] if os.path.isfile(file) else []
-            if not found:
-                raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
-            running = {row[0] for row in self.running}
-            file, folder = min(found, key=lambda row: row[0] in running)
-            text = _RESERVED.sub("?", read_text(file))
+            file, folder, remark = self.find_file(word)
+            text = RESERVED.sub("?", read_text(file))
             if not sourced:
-                before = [part for word in words[:place] for part in word.removeprefix("--export=").split(",")]
-                own = {**own, "PWD": folder, **dict(part.split("=", 1) for part in before if _ASSIGNMENT.fullmatch(part))}
+                exports = [part for word in before for part in word.removeprefix("--export=").split(",")]
+                own = {**own, "PWD": folder, **dict(part.split("=", 1) for part in exports if ASSIGNMENT.fullmatch(part))}
                 if "sbatch" in before or "srun" in before:
-                    options = (f"\n#SBATCH {a}\n#SBATCH {a} {b}" for a, b in itertools.pairwise(words[: place + 1]))
-                    own |= _read_slurm("".join([text if "sbatch" in before else "", *options]))
+                    own |= read_header(text) if "sbatch" in before else {}
+                    own |= read_options(before)
             state = (file, arguments, {name: self.env[name] for name in self.env if sourced or name in self.exported} | own)
             if state in self.running:
                 raise ConfigError(f"{word} starts itself")
-            if self.depth + 1 >= MAX_NESTING or next(self.scripts) > MAX_SCRIPTS:
+            start = (str(self.path), line, file)
+            if self.spent.launches.get(start, 0) >= MAX_LAUNCHES:
+                raise ConfigError(f"line {line} of {self.path} starts {word} more than {MAX_LAUNCHES} times")
+            self.spent.scripts += 1
+            if self.depth + 1 >= MAX_NESTING or self.spent.scripts > MAX_SCRIPTS:
                 raise ConfigError(f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all")
             path = Path(file.removeprefix(f"{Path.cwd()}/"))
-            self.commands[number] = command._replace(script=str(path))
-            changes = {"path": path, "running": [*self.running, state]}
+            self.commands[number] = command._replace(script=str(path), remark=remark)
+            changes: dict[str, Any] = {"path": path, "running": [*self.running, state]}
             if arguments or not sourced:
-                places = {word: self.places.get(word, (str(self.path), line)) for word in arguments}
-                changes |= {"places": places, "arguments": [self.arguments[0] if sourced else file, *arguments]}
+                changes["places"] = {word: self.places.get(word, (str(self.path), line)) for word in arguments}
             if not sourced:
-                self.shell(text, None, own, **changes)
+                # What is typed may lack arguments; what a script starts has all that it gets.
+                changes["asks"] = line == 0 and not arguments
+                self.shell(text, None, own, [file, *arguments], **changes)
+                launches = any(self.nested.search(" ".join(row.words)) for row in self.commands[number + 1 :])
+                self.spent.launches[start] = self.spent.launches.get(start, 0) + launches
                 return True
             with self.changed(**changes):
-                try:
-                    self.script(text, None)
-                except _Stop as stop:
-                    if stop.args[0] != "return":
-                        raise
+                self.source(text, arguments)
         except (ValueError, IndexError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"{path}: cannot read the shell script: {error}"
             self.commands[number:] = [command._replace(unread=reason)]
             return None if sourced else True
         return True
+
+    def source(self, text: str, arguments: list[str]) -> None:
+        """Evaluate a sourced script, with arguments of its own or with those that are there."""
+        before, outer, self.left = self.env["@"], self.left, []
+        if arguments:
+            self.env["@"] = [self.zero, *arguments]
+        try:
+            self.script(text, None)
+        except _Stop as stop:
+            if stop.name != "return":
+                raise
+        self.join_left(self.take_left("return"))
+        self.left = [*outer, *self.left]
+        if arguments:
+            self.env["@"] = before
+
+    def find_file(self, word: str) -> tuple[str, str, str]:
+        """Return the file of a script that is started or sourced, the folder where it runs, and a remark on how it was found.
+
+        Raises:
+            ConfigError: there is none, or its name is unknown.
+        """
+        if word.startswith("<("):
+            raise ConfigError(f"what {show_unknown(word)} prints is not known")
+        # The working directory may be one of another machine.
+        pwd, found = self.folder, list[tuple[str, str]]()
+        parents = list(map(str, self.path.absolute().parents))
+        for directory in dict.fromkeys(("." if has_unknown(pwd) else pwd, ".")):
+            for up in parents:
+                start = os.path.normpath(os.path.join(up, directory))
+                file = os.path.normpath(os.path.join(start, word))
+                found += [(file, start)] if not has_unknown(word) and os.path.isfile(file) else []
+        running = {row[0] for row in self.running}
+        if found:
+            return *min(found, key=lambda row: row[0] in running), ""
+        # So may be the folder of the script: then the end of its path counts, but a mere name only beside this script.
+        parts = word.split("/") if word.startswith("/") or has_unknown(word) else []
+        known = len(parts) - next((n for n, part in enumerate(reversed(parts)) if has_unknown(part)), len(parts))
+        for first in range(max(known, 1), len(parts)):
+            end = os.path.join(*parts[first:])
+            for up in parents if first < len(parts) - 1 else parents[:1]:
+                if ".." not in parts and os.path.isfile(file := os.path.join(up, end)) and file not in running:
+                    return file, up, f"{show_unknown(word)} is read as {file}"
+        if names := unknown_names(word):
+            settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
+            raise ConfigError(f"{explain_unknown(word)}, in {show_unknown(word)}{settle}")
+        raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
 
     # Variables and expansions.
 
@@ -746,19 +854,34 @@ class _Reader:
     def folder(self) -> str:
         """The working directory: `.` where the run begins, and also after `unset PWD`."""
         found: str = self.get("PWD")
-        return "." if found == _mark("PWD", _UNSET) else found
+        return "." if found == mark("PWD", UNSET) else found
+
+    @property
+    def zero(self) -> str:
+        """The script, as $0 is."""
+        arguments = self.env["@"]
+        return str(self.path.absolute()) if isinstance(arguments, str) else str(arguments[0])
+
+    def argument(self, name: str) -> Any:
+        """Return a positional parameter, all of them, or their number."""
+        arguments = self.env["@"]
+        if isinstance(arguments, str):
+            match = MARKER.fullmatch(arguments)
+            return mark(f"${name}", UNKNOWN, match[2] or "") if match and match[1] == "@" else arguments
+        if not name.isdecimal():
+            return str(len(arguments) - 1) if name == "#" else arguments[1:]
+        missing = mark(f"${name}", ARGUMENT if self.asks else UNSET)
+        return arguments[int(name)] if int(name) < len(arguments) else missing
 
     def get(self, name: str, key: str | None = None) -> Any:
         """Return the value of a parameter: text, a list, or the marker of one that is not set."""
         if name in self.given:
             return self.given[name]
-        if name in ("@", "*"):
-            return self.arguments[1:]
-        if name.isdigit():
-            return self.arguments[int(name)] if int(name) < len(self.arguments) else _mark(f"${name}", _ARGUMENT)
-        if name in "#?$!-":
-            return str(len(self.arguments) - 1) if name == "#" else "0" if name == "?" else _mark(f"${name}")
-        missing = _mark(name, _UNSET)
+        if name.isdecimal() or name in "@*#":
+            return self.argument(name)
+        if name in "?$!-":
+            return "0" if name == "?" else mark(f"${name}")
+        missing = mark(name, UNSET)
         value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name, [] if key else missing)
         if key is None:
             return value[0] if isinstance(value, list) and value else value or ""
@@ -769,18 +892,18 @@ class _Reader:
         if index in ("@", "*"):
             return items
         number = self.arithmetic(index)
-        if _has_unknown(number) or (isinstance(value, str) and _has_unknown(value) and number != "0"):
-            return _mark(name)
+        if has_unknown(number) or (isinstance(value, str) and has_unknown(value) and number != "0"):
+            return mark(name)
         return items[int(number)] if -len(items) <= int(number) < len(items) else missing
 
     def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
         """Assign the raw text after the `=`."""
         before = self.env.get(name)
         if raw.startswith("(") and raw.endswith(")") and not key:
-            parser, parts = _Parser(raw[1:-1], 1), list[str]()  # comments and line ends between items are dropped
+            parser, parts = Parser(raw[1:-1], 1), list[str]()  # comments and line ends between items are dropped
             while token := parser.peek():
                 parser.next()
-                parts += [] if _OPERATOR.fullmatch(token) else [token]
+                parts += [] if OPERATOR.fullmatch(token) else [token]
             items = [word for part in parts for word in (self.words(part) if "=" not in part[:1] else [part])]
             pairs = (re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in items)
             keyed = {pair[1]: pair[2] for pair in pairs if pair}
@@ -796,8 +919,8 @@ class _Reader:
     def assign(self, name: str, key: str | None, value: Any) -> None:
         if isinstance(value, str):
             # A value that is unknown as a whole, and has no name of its own, gets that of its variable.
-            match = _MARKER.fullmatch(value)
-            value = value[0] + name + _END if match and match[1].startswith("$") else value
+            match = MARKER.fullmatch(value)
+            value = mark(name, value[0], match[2] or "") if match and match[1].startswith("$") else value
             if len(value) > MAX_TEXT:
                 raise ValueError(f"{name} is longer than {MAX_TEXT:,} characters")
             self.exported |= {name} if self.exports_all else set()
@@ -814,15 +937,16 @@ class _Reader:
 
     def words(self, raw: str, *, empty: bool = False, split: bool = True) -> list[str]:
         """Return the words that a raw word becomes: none, one or several; `empty` as in `text`."""
-        text = ""
+        text, ifs = "", self.env.get("IFS", "")
+        separators = f"[{re.escape(ifs)}]" if isinstance(ifs, str) and ifs.strip() else r"\s+"
         for piece, quoted in self.pieces(raw):
             parts = piece if isinstance(piece, list) else [piece]
             if quoted or not split:
-                text += _BREAK.join(_EMPTY + part for part in parts)
+                text += BREAK.join(EMPTY + part for part in parts)
             else:
-                text += re.sub(r"\s+", _BREAK, " ".join(parts))
-        text = _EMPTIES.sub("", text) if empty else text
-        return [word.replace(_EMPTY, "") for word in text.split(_BREAK) if word]
+                text += re.sub(separators, BREAK, BREAK.join(parts))
+        text = drop_unset(text) if empty else text
+        return [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
 
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
         """Return a raw word, or the inside of double quotes, as one text, without splitting it.
@@ -831,7 +955,7 @@ class _Reader:
         """
         pieces = self.pieces(raw, quoted=quoted)
         text = "".join(" ".join(part) if isinstance(part, list) else part for part, _ in pieces)
-        return _EMPTIES.sub("", text) if empty else text
+        return drop_unset(text) if empty else text
 
     def pieces(self, raw: str, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
         """Yield the expanded parts of a raw word, or of the inside of double quotes, and whether each is protected."""
@@ -841,12 +965,12 @@ class _Reader:
             if letter in "$`":
                 value, at = self.expand(raw, at)
                 joined = quoted and isinstance(value, list) and raw[start:at].endswith(("*", "[*]}"))
-                yield " ".join(value) if joined else value, quoted or raw.startswith("$'", start)
+                yield self.env.get("IFS", " ")[:1].join(value) if joined else value, quoted or raw.startswith("$'", start)
             elif letter == "\\" and (not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")):
                 at += 2
                 yield raw[start + 1 : at].strip("\n"), True
             elif letter in "'\"" and not quoted:
-                at = _skip(raw, at)
+                at = skip_part(raw, at)
                 inner: list[tuple[Any, bool]] = [(raw[start + 1 : at - 1], True)]
                 if letter == '"':
                     inner = list(self.pieces(inner[0][0], quoted=True))
@@ -860,7 +984,7 @@ class _Reader:
 
     def expand(self, raw: str, at: int) -> tuple[Any, int]:
         """Return the value of the expansion at a place, and the place after it."""
-        end = _skip(raw, at)
+        end = skip_part(raw, at)
         part = raw[at:end]
         if part.startswith("$((") and part.endswith("))"):
             return self.arithmetic(part[3:-2]), end
@@ -869,22 +993,60 @@ class _Reader:
         if part.startswith("$'"):
             return part[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'"), end
         if part[0] == "`" or part.startswith("$("):
-            path = self.print_path(part.removeprefix("$")[1:-1])
-            return _mark("$" + part if part[0] == "`" else part) if path is None else path, end
+            printed = self.substitute(part.removeprefix("$")[1:-1])
+            return mark("$" + part if part[0] == "`" else part) if printed is None else printed, end
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
         return ("$", at + 1) if match is None else (self.get(match[1]), match.end())
 
-    def print_path(self, text: str) -> str | None:
+    def substitute(self, text: str) -> str | None:
+        """Return what a command substitution prints, if it is known."""
+        try:
+            rows = parse(text, 0)
+        except (ValueError, IndexError):
+            return None
+        with self.changed(depth=self.depth + 1):
+            if self.depth >= MAX_NESTING:
+                return None
+            printed = self.output(rows[0][2]) if len(rows) == 1 else None
+            return (self.print_path(rows) if _PATHS.match(text) else None) if printed is None else printed.rstrip("\n")
+
+    def output(self, nodes: Sequence[Node]) -> str | None:
+        """Return what a pipe of small programs prints, if it is known."""
+        text = ""
+        for node in nodes:
+            words = [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
+            if not words or words[0] in self.functions:
+                return None
+            given = self.input(node.parts)
+            text = text if given is None else given
+            printed: str | None
+            if words[0] in ("expr", "bc"):
+                expression = " ".join(words[1:]) if words[0] == "expr" else text.strip()
+                is_plain = re.fullmatch(r"[\s\d()*/%+-]+", MARKER.sub("1", expression)) and (
+                    words[0] == "expr" or len(words) == 1
+                )
+                printed = self.evaluate(expression) if is_plain else None
+            elif words[0] in ("echo", "cat") or not any(map(has_unknown, (*words, text))):
+                printed = print_output(words, text)
+            else:
+                return None
+            if printed is None:
+                return None
+            text = printed
+        return text
+
+    def print_path(self, rows: Sequence[Any]) -> str | None:
         """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
-        rows = _Parser(text, 0).script() if _PATHS.match(text) else []
         folder, result = self.folder, None
         for _, _, pipe in rows:
+            if pipe[0].kind != "command":
+                return None
             name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
             operands = [word for word in rest if not word.startswith("-")]
             path = os.path.normpath(os.path.join(folder, *operands[:1]))
-            if len(pipe) > 1 or _has_unknown(path) or not (operands or name == "pwd"):
+            if len(pipe) > 1 or has_unknown(path) or not (operands or name == "pwd"):
                 return None
             if name == "cd":
                 folder = path
@@ -902,18 +1064,18 @@ class _Reader:
         """Return the value of `${body}`."""
         match = _PARAMETER.fullmatch(body)
         if match is None:
-            return _mark("${" + body + "}")
+            return mark("${" + body + "}")
         prefix, name, key, rest = match.groups()
         if prefix == "!" and not rest and not key:
             target = self.text(f"${name}")
-            return self.get(target) if target.isidentifier() else _mark(name)
+            return self.get(target) if target.isidentifier() or target.isdecimal() else mark(name)
         value = self.get(name, key)
-        is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and bool(_MARKER.fullmatch(value))
+        is_missing = isinstance(value, str) and value[:1] in (UNSET, ARGUMENT) and bool(MARKER.fullmatch(value))
         if prefix == "!":  # the keys of a mapping
             keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
             return keys or [str(n) for n in range(len(value))]
         if prefix == "#":
-            return "0" if is_missing else _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value))
+            return "0" if is_missing else mark(name) if isinstance(value, str) and has_unknown(value) else str(len(value))
         if found := re.match(r":?[-=+?]", rest):
             is_set = not is_missing and (found[0][0] != ":" or bool(value))
             if found[0][-1] == "+":
@@ -937,8 +1099,8 @@ class _Reader:
         """Return a text after `#`, `%`, `/`, `:`, `^` or `,` of `${NAME...}`."""
         sign, raw, _, new = re.fullmatch(r"(##?|%%?|//?|.)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
         pattern = self.text(raw if sign[0] == "/" else rest[len(sign) :])
-        if _has_unknown(value) or (sign[0] in "#%/" and _has_unknown(pattern)):
-            return value if _MARKER.fullmatch(value) else _mark("${...}")
+        if has_unknown(value) or (sign[0] in "#%/" and has_unknown(pattern)):
+            return value if MARKER.fullmatch(value) else mark("${...}")
         if sign[0] in "#%":
             places = range(len(value) + 1)[:: -1 if sign in ("##", "%") else 1]
             if sign[0] == "#":
@@ -951,7 +1113,7 @@ class _Reader:
             first, _, length = rest[1:].partition(":")
             start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
             if not (re.fullmatch(r"-?\d+", start) and re.fullmatch(r"-?\d+", size)):
-                return _mark("${...}")
+                return mark("${...}")
             return value[int(start) :][: int(size)]
         return {"^": str.upper, ",": str.lower}.get(rest[0], str)(value) if len(rest) > 1 else value
 
@@ -960,51 +1122,16 @@ class _Reader:
         return self.evaluate(self.text(raw.replace('"', ""), quoted=True))
 
     def evaluate(self, text: str) -> str:
-        """Return the value of an arithmetic expression whose expansions with `$` are done.
-
-        It is parsed into functions without arguments, so that a side of a condition that is not taken does not happen.
-        """
-        tokens = [*(match[0] for match in _TOKEN.finditer(text)), ""]
-
-        def expect(token: str) -> None:
-            if tokens.pop(0) != token:
-                raise ValueError(text)
-
-        def expression(level: int) -> Callable[[], int]:
-            token = tokens.pop(0)
-            left: Callable[[], int]
-            if token in _UNARY:
-                operand = expression(len(_LEVELS))
-                left = partial(lambda sign: int(_UNARY[sign](operand())), token)
-            elif token == "(":
-                left = expression(0)
-                expect(")")
-            elif match := _VARIABLE.fullmatch(token):
-                right = expression(1) if match[4] and match[4].endswith("=") else lambda: 1
-                left = partial(self.variable, match, right)
-            else:
-                left = partial(_number, token)
-            while (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
-                sign = tokens.pop(0)
-                right = expression(own + (sign not in ("?", "**")))
-                if sign == "?":
-                    expect(":")
-                    left = partial(lambda test, first, second: (first if test() else second)(), left, right, expression(own))
-                else:
-                    left = partial(_apply, sign, left, right)
-            return left
-
+        """Return the value of an arithmetic expression whose expansions with `$` are done."""
         try:
-            value = expression(0) if len(tokens) > 1 else int
-            expect("")
-            return str(value())
+            return str(compile_expression(text, self.variable)())
         except (ValueError, ArithmeticError, IndexError) as error:
             # Which of its assignments have happened is not known.
-            for name in (match[2] for match in _VARIABLE.finditer(_MARKER.sub("?", text)) if match[1] or match[4]):
+            for name in (match[2] for match in VARIABLE.finditer(MARKER.sub("?", text)) if match[1] or match[4]):
                 for item in (name, *(item for item in self.env if item.startswith(f"{name}["))):
-                    self.env[item] = _mark(name)
-            found = _MARKER.search(text) or _MARKER.fullmatch(str(error))
-            return found[0] if found else _mark(f"$(({text.strip()}))")
+                    self.env[item] = mark(name)
+            found = MARKER.search(text) or MARKER.fullmatch(str(error))
+            return found[0] if found else mark(f"$(({text.strip()}))")
 
     def variable(self, match: re.Match[str], right: Callable[[], int]) -> int:
         """Return the value of a variable in an arithmetic expression, which may hold one itself; change it as the signs say."""
@@ -1013,115 +1140,20 @@ class _Reader:
             old = new = right()
         else:
             text = self.text("${" + name + key + "}")
-            if not (text.isdecimal() or _has_unknown(text)):
+            if not (text.isdecimal() or has_unknown(text)):
                 if self.depth >= MAX_NESTING:
                     raise ValueError(text)
-                if next(self.steps) > MAX_STEPS:
+                self.spent.steps += 1
+                if self.spent.steps > MAX_STEPS:
                     raise RecursionError
                 with self.changed(depth=self.depth + 1):
                     text = self.evaluate(text)
-            old = _number(text)
+            old = to_number(text)
             if not before + after:
                 return old
-            new = _apply((before or after)[:-1], lambda: old, right)
+            new = apply_sign((before or after)[:-1], lambda: old, right)
         self.assign(name, key, str(new))
         return old if after in ("++", "--") else new
-
-
-# C's binary operators, from the loosest to the tightest.
-_LEVELS = (",", "?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
-_PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow,
-    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-    "<<": operator.lshift, ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    ",": lambda _, last: last,
-}  # fmt: skip
-_UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert}
-# A variable with what changes it: `++` or `--` on either side, or an assignment such as `<<=`.
-_VARIABLE = re.compile(r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?")
-_TOKEN = re.compile(rf"{_MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{_VARIABLE.pattern}|\*\*|<<|>>|[<>=!]=|&&|\|\||\S")
-
-
-def _number(token: str) -> int:
-    if _has_unknown(token):
-        raise ValueError(token)
-    return int(token, 8 if re.fullmatch(r"0\d+", token) else 0)
-
-
-def _apply(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
-    if sign in ("||", "&&"):
-        return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
-    first, second = left(), right()
-    if sign in ("<<", ">>", "**") and not 0 <= second < 64:
-        raise ValueError(sign)  # undefined in C, or an error
-    result = int(_ARITHMETIC[sign](first, second))
-    if abs(result) >= 2**63:
-        raise ValueError(sign)
-    return result
-
-
-_NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
-}  # fmt: skip
-_OPERATORS = {"=", "==", "!=", "=~", "<", ">", *_NUMBER_TESTS}
-
-
-class _Test:
-    """A test in brackets: `or` of `and` of tests. None is unknown, for instance whether a file exists."""
-
-    def __init__(self, words: list[str]) -> None:
-        self.words = words
-        self.unknown: list[str] = []
-
-    def value(self, *, any_of: bool = True) -> bool | None:
-        """Return the result of the words up to an end or a `)`."""
-        signs = ("||", "-o") if any_of else ("&&", "-a")
-        result = self.value(any_of=False) if any_of else self.one()
-        while self.words and self.words[0] in signs:
-            self.words.pop(0)
-            both = (result, self.value(any_of=False) if any_of else self.one())
-            result = any_of if any_of in both else None if None in both else not any_of
-        return result
-
-    def one(self) -> bool | None:
-        if not self.words:
-            return False
-        word = text = self.words.pop(0)
-        value: bool | None = bool(word)
-        if word in _OPERATORS and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
-            self.words.clear()
-            return False
-        if word == "!" and self.words:
-            result = self.one()
-            return None if result is None else not result
-        if word == "(":
-            result = self.value()
-            self.words[:1] = []
-            return result
-        if re.fullmatch(r"-[a-zA-Z]", word) and self.words and self.words[0] not in _OPERATORS:
-            text = self.words.pop(0)
-            if word not in ("-z", "-n"):
-                return None
-            value = bool(text) == (word == "-n")
-            if text[:1] == _ARGUMENT:
-                value, text = word == "-z", ""
-        elif len(self.words) > 1 and self.words[0] in _OPERATORS:
-            sign, other = self.words.pop(0), self.words.pop(0)
-            text += other
-            if sign in _NUMBER_TESTS:
-                whole = all(re.fullmatch(r"\s*-?\d+\s*", number) for number in (word, other))
-                value = _NUMBER_TESTS[sign](int(word), int(other)) if whole else None
-            elif sign in ("<", ">"):
-                value = (word < other) == (sign == "<")
-            else:
-                value = fnmatchcase(word, other) == (sign != "!=") if sign != "=~" else None
-        if _has_unknown(text):
-            self.unknown.append(text)
-            return None
-        return value
 
 
 def _find_script(words: Sequence[str]) -> int | None:

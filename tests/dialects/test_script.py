@@ -1,36 +1,20 @@
 # ruff: noqa: E501 - scripts and commands are in one line, as people write them
 """Tests of rampup.dialects.script: shell scripts are read as bash would expand them, and never executed."""
 
-import itertools
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.bash import commands_by_bash, needs_bash, runs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects.script import read_commands, show_unknown
+from rampup.dialects.script import read_commands
+from rampup.dialects.unknown import show_unknown
 from rampup.errors import ConfigError
 
 NESTED = re.compile(r"\brun\b")
-# Every command that is not a builtin is recorded with its arguments; `-c TEXT` also runs the text. Nothing else happens.
-STUB = """
-record() { { printf '%s\\0' "$#" "$@"; } >> "$RECORD"; }
-command_not_found_handle() {
-  record "$@"
-  local before=""
-  for word in "$@"; do
-    if [[ "$before" == -c && "$word" == *" "* ]]; then "$BASH" -c "$word"; fi
-    before="$word"
-  done
-}
-bash() { if [[ "$1" == -c ]]; then record bash "$@"; fi; command bash "$@"; }
-sh() { command bash "$@"; }
-sbatch() { while [[ "$1" != *.sh ]]; do shift; done; command bash "$@"; }
-srun() { while [[ "$1" == -* ]]; do shift; done; "$@"; }
-"""
 SCRIPTS = {
     "assignments": 'A=1; B=$A$A\nC="x $B"\nexport D="$C" E=5\nrun $A ${B} $C "$C" \'$C\' $D$E',
     "prefixed assignments": "A=1\nA=2 B=3 run $A",
@@ -111,28 +95,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def by_bash(text, tmp_path):
-    """Return the words of each command that bash runs, from an empty environment."""
-    shell, script, stub, record = shutil.which("bash"), tmp_path / "script.sh", tmp_path / "stub.sh", tmp_path / "record"
-    script.write_text(f"{text}\nwait\n")  # for commands in the background
-    stub.write_text(STUB)
-    record.write_text("")
-    places = {"RECORD": str(record), "BASH_ENV": str(stub), "PATH": str(tmp_path / "bin")}
-    (tmp_path / "bin").mkdir()
-    for name in ("bash", "env", "dirname", "basename", "realpath", "readlink"):
-        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
-    subprocess.run(
-        [shell, str(script)], env=places, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
-    )
-    parts = iter(record.read_text().split("\0")[:-1])
-    return [tuple(itertools.islice(parts, int(number))) for number in parts]
-
-
 SIGNS = "+ - * % / < <= == && || << >> & | ^ **"
-EMPTY = re.compile("\ue000[^\ue004]*\ue004")
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
+@needs_bash
 @pytest.mark.parametrize("name", [*SCRIPTS, *FAMILIES])
 def test_read_commands_equals_bash(name, tmp_path):
     """Each construct, and each way to start another script, gives the words that bash itself gives to the commands."""
@@ -142,13 +108,11 @@ def test_read_commands_equals_bash(name, tmp_path):
         (tmp_path / other).write_text(content)
     found = read_commands(text, tmp_path / "script.sh", {}, NESTED)
     assert not any(command.unread for command in found)
-    # What was never set is empty in bash, and here has a name.
-    commands = [tuple(EMPTY.sub("", word) for word in command.words) for command in found]
-    ours, wanted = ([words for words in rows if words[0] == "run"] for rows in (commands, by_bash(text, tmp_path)))
+    ours, wanted = runs(found), runs(commands_by_bash(text, tmp_path))
     assert ours == wanted if name != "pipes" else sorted(ours) == sorted(wanted)  # the parts of a pipe run in any order
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
+@needs_bash
 @settings(max_examples=25, deadline=None)
 @given(
     values=st.lists(st.integers(0, 40), min_size=3, max_size=3),

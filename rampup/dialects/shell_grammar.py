@@ -1,0 +1,314 @@
+"""The grammar of bash: a script as nodes, with words as they are written."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
+_REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
+_DOCUMENT = re.compile(r"(?<!<)<<(-?)[ \t]*([\"']?)(\w+)\2")
+_CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
+_ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
+# A backslash before a comment or a blank, which ends a command, and a next line that looks like its next words.
+_CUT = re.compile(r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=[ \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))")
+
+
+@dataclass(slots=True)
+class Document:
+    """The text that a command gets as input."""
+
+    text: str = ""
+    end: str = ""  # the word that ends a here-document; empty for a here-string
+    tabs: str = ""  # a pattern of the indents to strip
+    quoted: bool = False  # whether the text is as it stands, without expansions
+
+
+class Node(NamedTuple):
+    """A command with raw words, or a compound with lists of nodes."""
+
+    kind: str
+    line: int
+    words: list[str]
+    parts: list[Any]  # of a command, its `Document`s
+    cut: int = 0  # the line in which a backslash before a comment or a blank ends the command
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str, line: int | None = None) -> list[Any]:
+    """Return the (connector, negated, commands of a pipe) rows of a script; `line` is that of all, if the text has none.
+
+    Raises:
+        ValueError, IndexError: a quote or a compound command does not end.
+    """
+    return Parser(text, line).script()
+
+
+class Parser:
+    """A recursive-descent parser of bash's grammar."""
+
+    def __init__(self, text: str, line: int | None = None) -> None:
+        self.text, self.at, self.line = text, 0, line
+        self.newlines = [match.start() for match in re.finditer("\n", self.text)]
+        self.documents: list[Document] = []  # those that begin in the next line
+
+    def script(self) -> list[Any]:
+        """Return all nodes of the text; a stray end of a compound is skipped."""
+        nodes = self.rows()
+        while self.peek():
+            self.next()
+            nodes += self.rows()
+        return nodes
+
+    def peek(self) -> str:
+        """Return the next operator or raw word; empty at the end."""
+        while match := _CONTINUED.match(self.text, self.at):
+            self.at = match.end()
+        if self.at >= len(self.text):
+            return ""
+        if (match := OPERATOR.match(self.text, self.at)) and not self.text.startswith(("<(", ">("), self.at):
+            return match[0]
+        text, start = self.text, self.at
+        end = skip_part(text, start)  # also over `<` or `>`, with which `<(command)` begins
+        while True:
+            is_process = text[end - 1] in "=<>" and (text[start] in "<>" or ASSIGNMENT.match(text, start, end))
+            if text[end : end + 1] == "(" and (is_process or (text[end - 1] in "@?*+!" and end - 1 > start)):
+                end = find_close(text, end) + 1
+            if end >= len(text) or text[end] in " \t\r\n;&|()<>":
+                return text[start:end]
+            end = skip_part(text, end)
+
+    def next(self) -> str:
+        """Return the next operator or raw word, and go on; here-documents are read at the end of their line."""
+        token = self.peek()
+        self.at += len(token)
+        if token == "\n":
+            documents, self.documents = self.documents, []
+            for document in documents:
+                inner, self.at = _read_document(self.text, self.at, document.end, document.tabs)
+                document.text = re.sub(rf"^{document.tabs}", "", inner, flags=re.MULTILINE)
+        return token
+
+    def expect(self, *tokens: str) -> str:
+        """Return the next word, which must be one of some."""
+        self.skip("\n")
+        if (token := self.next()) not in tokens:
+            raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
+        return token
+
+    def skip(self, *tokens: str) -> None:
+        """Go on behind some words."""
+        while self.peek() in tokens:
+            self.next()
+
+    def here(self) -> int:
+        """Return the line of the next word."""
+        return self.here_at(self.at)
+
+    def here_at(self, at: int) -> int:
+        """Return the line of a place in the text."""
+        return bisect.bisect_left(self.newlines, at) + 1 if self.line is None else self.line
+
+    def rows(self) -> list[Any]:
+        """Return (connector, negated, commands of a pipe) rows until an end word."""
+        rows, connector = [], ""
+        while token := self.peek():
+            if token in (";", "&", "\n"):
+                self.next()
+            elif token in ("&&", "||"):
+                connector = self.next()
+            elif token in _ENDS:
+                break
+            else:
+                negated = token == "!"
+                if negated:
+                    self.next()
+                pipe = [self.command()]
+                while self.peek() in ("|", "|&"):
+                    self.next()
+                    self.skip("\n")
+                    pipe.append(self.command())
+                rows.append((connector, negated, pipe))
+                connector = ""
+        return rows
+
+    def command(self) -> Node:
+        """Return a simple or a compound command; the redirections of a compound are dropped, with its here-documents."""
+        kind, line, words, parts = self.peek(), self.here(), list[str](), list[Any]()
+        if self.text.startswith("((", self.at):
+            kind, words = "arithmetic", [self.in_brackets()]
+        elif kind not in ("(", "{", "if", "while", "until", "for", "select", "case", "function"):
+            return self.simple(line)
+        else:
+            self.next()
+        if kind in ("(", "{"):
+            parts = [self.rows()]
+            self.expect(")" if kind == "(" else "}")
+        elif kind == "if":
+            word = "elif"
+            while word == "elif":
+                condition = self.rows()
+                self.expect("then")
+                parts.append((condition, self.rows()))
+                word = self.expect("fi", "elif", "else")
+            if word == "else":
+                parts.append((None, self.rows()))
+                self.expect("fi")
+        elif kind in ("while", "until"):
+            parts = [self.rows(), self.body()]
+        elif kind in ("for", "select"):
+            self.peek()
+            if self.text.startswith("((", self.at):
+                kind, words = "count", self.in_brackets().split(";")
+            else:
+                kind, words = "for", [self.next(), '"$@"']
+                self.skip("\n")
+                if self.peek() == "in":
+                    self.next()
+                    del words[1:]
+                    while self.peek() not in ("", ";", "\n"):
+                        words.append(self.next())
+            parts = [self.body()]
+        elif kind == "case":
+            words = [self.next()]
+            self.expect("in")
+            self.skip("\n")
+            while self.peek() not in ("", "esac"):
+                patterns = []
+                while (token := self.next()) != ")":
+                    if not token:
+                        raise ValueError(f"line {line}: the case does not end")
+                    if token not in ("|", "("):
+                        patterns.append(token)
+                parts.append((patterns, self.rows()))
+                if self.peek() in (";;", ";&", ";;&"):
+                    self.next()
+                self.skip("\n")
+            self.expect("esac")
+        elif kind == "function":
+            words = [self.next()]
+            if self.peek() == "(":
+                self.next()
+                self.expect(")")
+            self.skip("\n")
+            parts = [self.command()]
+        while self.redirect([]):
+            pass
+        return Node(kind, line, words, parts)
+
+    def in_brackets(self) -> str:
+        """Return the text within `((` and `))`."""
+        start, end = self.at + 2, find_close(self.text, self.at + 1)
+        self.at = end + 2
+        return self.text[start:end]
+
+    def body(self) -> list[Any]:
+        """Return the rows of a loop."""
+        self.skip(";", "\n")
+        end = "}" if self.expect("do", "{") == "{" else "done"
+        body = self.rows()
+        self.expect(end)
+        return body
+
+    def simple(self, line: int) -> Node:
+        """Return a simple command; redirections are dropped, here-documents and here-strings kept."""
+        node = Node("command", line, [], [])
+        is_test, end = False, self.at
+        ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
+        while (token := self.peek()) and (is_test or token not in ends):
+            if is_test:
+                node.words.append(self.next())
+                is_test = node.words[-1] != "]]"
+            elif token == "(":
+                self.next()
+                self.expect(")")
+                if len(node.words) != 1:
+                    raise ValueError(f"line {line}: unexpected '('")
+                self.skip("\n")
+                return Node("function", line, node.words, [self.command()])
+            elif not self.redirect(node.parts):
+                node.words.append(self.next())
+                is_test = node.words == ["[["]
+            end = self.at
+        # Where the last word ends, or before a last word that is only the blank behind a backslash.
+        end -= len(node.words[-1]) if node.words and not node.words[-1].strip("\\ \t") else 0
+        cut = _CUT.match(self.text, end)
+        return node._replace(cut=self.here_at(end)) if cut else node
+
+    def redirect(self, documents: list[Any]) -> bool:
+        """Drop a redirection, but add a here-document or a here-string; return whether there was one."""
+        if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
+            return False
+        self.at = match.end()
+        target = self.next()
+        if match[1] in ("<<", "<<-"):
+            end = re.sub(r"[\"'\\]", "", target)
+            self.documents.append(Document(end=end, tabs="\t*" if match[1] == "<<-" else "", quoted=end != target))
+            documents.append(self.documents[-1])
+        elif match[1] == "<<<":
+            documents.append(Document(target))
+        return True
+
+
+def skip_part(text: str, at: int) -> int:
+    """Return the place after the character, quoted text or expansion at a place."""
+    letter = text[at]
+    if letter == "\\":
+        return min(at + 2, len(text))
+    if letter == "'":
+        return text.index("'", at + 1) + 1
+    if letter in '"`':
+        end = at + 1
+        while text[end] != letter:
+            end = skip_part(text, end) if text[end] in "\\$" or (text[end] == "`" and letter == '"') else end + 1
+        return end + 1
+    if letter == "$" and text[at + 1 : at + 2] in ("{", "(", "["):
+        return find_close(text, at + 1) + 1
+    if text[at : at + 2] == "$'":
+        at += 2
+        while text[at] != "'":
+            at += 2 if text[at] == "\\" else 1
+    return at + 1
+
+
+def find_close(text: str, at: int) -> int:
+    """Return the place of the bracket that closes the one at a place."""
+    opening = text[at]
+    closing = {"(": ")", "{": "}", "[": "]"}[opening]
+    depth, end = 1, at + 1
+    documents: list[re.Match[str]] = []
+    while True:
+        if end >= len(text):
+            raise ValueError(f"a {opening!r} does not end")
+        if text[end] == closing:
+            depth -= 1
+            if not depth:
+                return end
+        depth += text[end] == opening
+        if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
+            end = (text.find("\n", end) + 1 or len(text) + 1) - 1
+        if opening == "(" and text[end : end + 1] == "<" and (document := _DOCUMENT.match(text, end)):
+            documents.append(document)
+            end = document.end()
+            continue
+        if documents and text[end : end + 1] == "\n":
+            for document in documents:
+                _, end = _read_document(text, end + 1, document[3], "\t*" if document[1] else "")
+                end -= 1
+            documents.clear()
+            if end >= len(text):
+                raise ValueError("a '(' does not end")
+        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in ("{", "(", "'")
+        end = end + 1 if is_plain else skip_part(text, end)
+
+
+def _read_document(text: str, at: int, end: str, tabs: str) -> tuple[str, int]:
+    """Return the here-document that begins at a place, and the place after it."""
+    last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(text, at)
+    if last is None:
+        return text[at:].removesuffix("\n"), len(text)
+    return text[at : last.start()].removesuffix("\n"), last.end() + text.startswith("\n", last.end())
