@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from rampup.data.loading import Loading
 from rampup.data.sources import (
+    RowRange,
     RowSource,
     as_source,
     check_not_batched,
@@ -33,10 +34,11 @@ from rampup.data.sources import (
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
-from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
-from rampup.errors import DataError
+from rampup.engine.mesh import STAGE, BatchAxes, check_plan_fits, process_rows
+from rampup.errors import BatchDivisibilityError, DataError
 from rampup.plan.plan import PlanPosition, RampPlan
-from rampup.plan.split import BatchSplit
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplit, BatchSplitter
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
@@ -315,6 +317,41 @@ def step_batches(
         if number == 0 and batched is None:
             warn_of_batches(batch.row)
         yield batch
+
+
+def eval_batches(
+    source: Any,
+    batch_size: int,
+    mesh: Mesh,
+    *,
+    batch_axes: BatchAxes | None = None,
+    whole_batch: bool = False,
+    batched: bool | None = None,
+) -> Iterator[Batch]:
+    """Yield all rows of a source once, in order; see `EvalStep.batches`."""
+    rows, axes = as_source(source), BatchAxes.of(mesh, batch_axes)
+    num_shards = axes.num_shards(mesh)
+    if batch_size < 1 or batch_size % num_shards:
+        problem = f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} = {num_shards}"
+        raise BatchDivisibilityError(problem, value=max(batch_size, 1), divisor=num_shards, key="batch_size")
+    full = len(rows) // batch_size * batch_size
+    # A loss that sees whole batches sees all that is left over together.
+    shared = full if whole_batch else len(rows) // num_shards * num_shards
+    # The first row, the rows of a batch, the batches, and the axes of the rows.
+    parts = (
+        (0, batch_size, full // batch_size, axes),
+        (full, shared - full, 1, axes),
+        (shared, len(rows) - shared, 1, BatchAxes(replica=(), rows=())),
+    )
+    for first, size, number, part_axes in parts:
+        if not size or not number:
+            continue
+        # Rows that every device computes come one by one, as they may be more than its part of a batch.
+        options: Any = {"whole_batch": True} if part_axes == axes or whole_batch else {"microbatch_size": 1}
+        splitter = BatchSplitter(data_parallel_size=part_axes.num_shards(mesh), num_stages=mesh.shape.get(STAGE, 1), **options)
+        ramp = BatchRamp.constant(size)
+        plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=number)
+        yield from step_batches(RowRange(rows, first, len(rows)), plan, mesh, batch_axes=part_axes, batched=batched)
 
 
 def stream_batches(

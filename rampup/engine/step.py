@@ -581,12 +581,22 @@ class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. It takes the same loss function as `train_step`.
 
     With `whole_batch`, the loss sees all rows of a batch, which is then one microbatch, as in a plan of a constant batch.
+
+    Example:
+        >>> from rampup import create_state, make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> evaluate = EvalStep(lambda params, batch, keys: (((batch - params) ** 2).sum(), len(keys), {}), mesh)
+        >>> state = create_state(np.float32(1), optax.sgd(0.1), mesh)
+        >>> sums = [evaluate(state, batch) for batch in evaluate.batches(np.arange(7.0), 3)]
+        >>> [(float(loss), int(weight)) for loss, weight in sums]
+        [(2.0, 3), (29.0, 3), (25.0, 1)]
     """
 
     def __init__(
         self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None, whole_batch: bool = False
     ) -> None:
         self._loss, self._whole_batch = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch), whole_batch
+        self._loss_fn, self._batch_axes = loss_fn, batch_axes
         self._mesh = auto_view(mesh)
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
 
@@ -598,12 +608,34 @@ class EvalStep:
             problem = f"whole_batch=True evaluates a batch of one microbatch, but this one has {batch.num_microbatches}"
             raise DataError(f"{problem}; make it with plan.with_whole_batches()")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
-        sums = functools.partial(eval_sums, self._loss, self._mesh, shardings_of(state))
+        # The rows that are left over are on every device, as if the mesh had no axes for rows; see `batches`.
+        is_shared = BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
+        is_whole = is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
+        loss = self._loss if not is_whole else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
+        sums = functools.partial(eval_sums, loss, self._mesh, shardings_of(state))
         with auto_context(self._mesh):
             if jax.config.jax_disable_jit:
                 return sums(*args)
             lower = lambda: jax.jit(sums, out_shardings=replicated(self._mesh)).lower(*args)  # noqa: E731
-            return _call(self._compiler.get((batch.layout, len(batch.chunks)), lower), *args)
+            return _call(self._compiler.get((batch.layout, len(batch.chunks), is_whole), lower), *args)
+
+    def batches(self, source: Any, batch_size: int, *, batched: bool | None = None) -> Iterator[Batch]:
+        """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.
+
+        What is left over is at most two batches with programs of their own: as many rows as all replicas can share, and the
+        rest, which every device computes. Both count in the sums like all others.
+
+        Args:
+            source, batched: see `step_batches`.
+            batch_size: rows of a batch over all devices, one microbatch; a multiple of the devices that share the rows.
+
+        Raises:
+            DataError: see `step_batches`.
+        """
+        from rampup.data.batches import eval_batches
+
+        options: dict[str, Any] = {"batch_axes": self._batch_axes, "whole_batch": self._whole_batch, "batched": batched}
+        return eval_batches(source, batch_size, self._mesh, **options)
 
 
 def _call(program: Callable[..., Any], *args: Any) -> Any:

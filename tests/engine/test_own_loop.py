@@ -220,3 +220,24 @@ def test_batch_of_another_plan_is_refused():
     # The same plan, made again, is the same.
     state, _ = step(state, next(again.batches(rows())))
     assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data", "data_tensor", "fsdp"])
+@pytest.mark.parametrize(("number", "size"), [(300, 64), (64, 64), (5, 16), (13, 8)])
+def test_an_evaluation_counts_every_row_once(mesh_name, number, size):
+    """Batches that do not divide the rows evaluate all of them, whatever is left over, and no row twice."""
+    mesh = mesh_of(mesh_name)
+    evaluate, state = rampup.EvalStep(plain_loss_fn, mesh), start(mesh_name, plain_loss_fn)[1]
+    sums = [evaluate(state, batch) for batch in evaluate.batches(rows(number), size)]
+    expected = plain_loss_fn(new_params(mesh_of("one")), toy.stacked(rows(number)), None)
+    np.testing.assert_allclose(np.sum(jax.device_get(sums), axis=0), jax.device_get(expected[:2]), rtol=1e-5)
+
+
+def test_an_evaluation_of_whole_batches_leaves_one_batch_over():
+    """A loss that sees whole batches sees the rows that are left over together; a batch that cannot be shared is refused."""
+    mesh, seen = mesh_of("data"), lambda params, batch, keys: (jnp.float32(len(keys)) ** 2, len(keys), {})
+    evaluate, state = rampup.EvalStep(seen, mesh, whole_batch=True), start("data")[1]
+    sums = [evaluate(state, batch) for batch in evaluate.batches(rows(45), 16)]
+    assert [(int(loss), int(weight)) for loss, weight in sums] == [(256, 16), (256, 16), (169, 13)]
+    with pytest.raises(rampup.BatchDivisibilityError, match=r"batch_size=12 must be a multiple of data \* fsdp = 8"):
+        next(evaluate.batches(rows(45), 12))
