@@ -28,6 +28,8 @@ from rampup.loop.launchers import Launch, find_launch, local_device_ids
 NOTICE_STEPS = 8
 _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
 _agreement_numbers, _check_numbers = itertools.count(), itertools.count()
+# Whether this process watches the others. A watchdog inside another one does nothing.
+_is_watching = threading.Lock()
 
 
 def join(
@@ -168,9 +170,19 @@ def watchdog(timeout: float) -> Iterator[None]:
 
     JAX's own heartbeat ends the process as well, later and from C++, or at once if process 0 is gone.
     """
-    if jax.process_count() == 1:
+    if jax.process_count() == 1 or not _is_watching.acquire(blocking=False):
         yield
         return
+    try:
+        with _watched(timeout):
+            yield
+    finally:
+        _is_watching.release()
+
+
+@contextlib.contextmanager
+def _watched(timeout: float) -> Iterator[None]:
+    """Watch the other processes; see `watchdog`."""
     # `done` is set when there is nothing more to watch, and `device_error` when the main thread has failed with an error of the
     # devices or of the connections between processes: then it ends by itself.
     own, done, device_error = jax.process_index(), threading.Event(), threading.Event()

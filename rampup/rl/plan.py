@@ -35,7 +35,7 @@ class RolloutPlan:
         pad: pad sizes that do not divide with rows of weight 0; a last mini batch may be short. False = raise an error.
         eval_prompts: prompts of one evaluation. 0 = no evaluation.
         eval_samples_per_prompt: responses to each prompt of an evaluation.
-        experience: lengths and types of the stored arrays. None = unknown.
+        experience: lengths and types of the stored arrays. None = unknown; `rollout_step` takes the lengths of its options.
         policy_updates, critic_updates: the resulting optimizer steps of each model (derived).
 
     Raises:

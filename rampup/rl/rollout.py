@@ -46,6 +46,7 @@ from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary,
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
+from rampup.loop.distributed import watchdog
 from rampup.rl.experience import (
     Arrays,
     Reward,
@@ -69,8 +70,9 @@ from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilit
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import AGGREGATIONS, Experience, count_problems
 
-# How long the other processes wait for the rewards of process 0. If it is gone, the watchdog ends them.
-REWARD_SECONDS = 24 * 3600
+# How long the other processes wait for the rewards of process 0. If it fails or is gone, the watchdog ends them, after as many
+# seconds without a heartbeat as in runs on text.
+REWARD_SECONDS, HEARTBEAT_SECONDS = 24 * 3600, 60
 _reward_numbers = itertools.count()
 
 # From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
@@ -444,7 +446,8 @@ class RolloutStep:
 
         All rollouts use them, so that every checkpoint has the same structure; the rows after the samples of a rollout are 0.
         """
-        planned = self.schedule.stages[0][1].experience or Experience(max_prompt_length=1, max_response_length=1)
+        planned = self.schedule.stages[0][1].experience
+        assert planned is not None
         stored = replace(
             planned,
             max_prompt_length=self.options.max_prompt_length,
@@ -471,14 +474,15 @@ class RolloutStep:
         if jax.process_count() == 1:
             return check_rewards(self._reward, prompts, responses, where=where)
         number, problem, found = next(_reward_numbers), "", ""
-        if is_primary():
-            try:
-                found = check_rewards(self._reward, prompts, responses, where=where).tobytes().hex()
-            except DataError as error:
-                problem = str(error)
-            # All have read it: they have generated together since.
-            kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
-        answer = broadcast_from_process0(f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS)
+        with watchdog(HEARTBEAT_SECONDS):
+            if is_primary():
+                try:
+                    found = check_rewards(self._reward, prompts, responses, where=where).tobytes().hex()
+                except DataError as error:
+                    problem = str(error)
+                # All have read it: they have generated together since.
+                kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
+            answer = broadcast_from_process0(f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS)
         problem, found = json.loads(answer)
         if problem:
             raise DataError(problem, key="reward")
@@ -667,6 +671,7 @@ def rollout_step(
         (3, True, {'generate': 1, 'logprobs': 1, 'update': 1})
     """
     schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
+    schedule = _with_lengths(schedule, options)
     return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
 
 
@@ -694,6 +699,14 @@ class _Clock:
     rollout: int
     tokens: int  # that it has generated, also of responses that it does not train on
     parts: dict[str, float]  # generation, scoring, update
+
+
+def _with_lengths(schedule: RolloutSchedule, options: RolloutOptions) -> RolloutSchedule:
+    """Return the schedule with the lengths of the options in plans without any: they decide how many passes there may be."""
+    lengths = {name: getattr(options, name) for name in ("max_prompt_length", "max_response_length")}
+    own = Experience(**lengths, reference=bool(options.beta))
+    stages = ((first, replace(plan, experience=plan.experience or own)) for first, plan in schedule.stages)
+    return replace(schedule, stages=tuple(stages))
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
@@ -763,6 +776,10 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     if policy.num_stages > 1:
         text = f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
         raise ConfigError(f"{text}ici_pipeline_parallelism=1", key="ici_pipeline_parallelism", nearest=(1,))
+    planned = None if plan.experience is None else plan.experience.max_length
+    if planned is not None and planned < longest:
+        text = f"the plan's experience has max_prompt_length + max_response_length = {planned} tokens, fewer than the"
+        raise ConfigError(f"{text} {longest} of the options; give both the same lengths", key="experience", nearest=(longest,))
     if any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order):
         text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
         raise ConfigError(text, key="token_budget", nearest=(longest,))

@@ -44,15 +44,13 @@ from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
 from rampup.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
 from rampup.rl.policy import critic_of, critic_params, in_replica
-from rampup.rl.rollout import RolloutOptions, RolloutState, rollout_step
+from rampup.rl.rollout import HEARTBEAT_SECONDS, RolloutOptions, RolloutState, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 
 # Options of a rollout that are keys as well.
 _SAME_NAMES = ("zero_spread_groups", "max_num_gen_batches", "partial_step", "measure_gradient_noise", "loss_agg_mode", "gamma")
 _SAME_NAMES += ("value_epsilon", "keep_prompts_together")
-# Seconds without a heartbeat after which the remaining processes end, as in runs on text.
-HEARTBEAT_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

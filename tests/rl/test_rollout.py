@@ -1,6 +1,7 @@
 """Tests of rampup.rl.rollout, rampup.rl.losses and rampup.rl.policy."""
 
 import itertools
+import sys
 from dataclasses import replace
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import processes
 
 from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError
@@ -15,9 +17,9 @@ from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
 from rampup.rl.experience import Tally, generalized_advantages, mini_batches
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.policy import critic_of, critic_params
+from rampup.rl.policy import Policy, critic_of, critic_params
 from rampup.rl.rollout import RolloutOptions, rollout_step
-from rampup.rl.sizes import AGGREGATIONS, Size, Training
+from rampup.rl.sizes import AGGREGATIONS, Experience, Size, Training
 
 MESHES = {"one": MeshAxes(), "data": MeshAxes(data=2), "fsdp": MeshAxes(fsdp=2), "tensor": MeshAxes(tensor=2)}
 MESHES |= {"four": MeshAxes(data=2, fsdp=2), "three": MeshAxes(data=3)}
@@ -479,6 +481,56 @@ def test_a_refill_without_end_is_an_error_and_loses_nothing():
     assert (line["num_prompts"], line["consumed_prompts"], int(state.step)) == (4, 4, 1)
     with pytest.raises(DataError, match="rollout 1 has 4 prompts, but 3 were given"):
         step(state, [[1]] * 3)
+
+
+def test_packing_takes_the_lengths_of_the_options():
+    """A plan that knows no lengths packs as many passes as rollouts need, with one program. Too short ones are refused."""
+    tokens = Size(count=8, unit="tokens", scope="replica")
+    plan = plan_of(prompts=8, samples=4, mini=8, microbatch=tokens, steps=6)
+    policy = Policy(logits=lambda p, t: p[t], packed=lambda p, t, positions, segments: p[t])
+
+    def step_on(plan):
+        options = RolloutOptions(max_prompt_length=1, max_response_length=5, end_token=0)
+        reward = lambda prompts, responses: [len(response) for response in responses]  # noqa: E731
+        return rollout_step(policy, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options)
+
+    step = step_on(plan)
+    state, passes = step.create_state(jnp.zeros((8, 8))), []
+    for _ in range(6):
+        state, metrics = step(state, [[1 + n % 7] for n in range(8)])
+        passes.append(metrics["passes"])
+    assert len(set(passes)) > 1
+    assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    with pytest.raises(ConfigError, match="= 5 tokens, fewer than the 6 of the options"):
+        step_on(replace(plan, experience=Experience(max_prompt_length=1, max_response_length=4)))
+
+
+def fail_in_an_own_loop(process, port):
+    """Train with an own loop as one of two processes, of which process 0 leaves in its reward function."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+    calls = []
+
+    def reward(prompts, responses):
+        calls.append(len(prompts))
+        return [0.0, 1.0] * 4 if len(calls) == 1 else sys.exit("the budget is spent")
+
+    options = RolloutOptions(max_prompt_length=1, max_response_length=2)
+    step = rollout_step(lambda p, t: p[t], optax.sgd(0.1), plan_of("data"), mesh_of("data"), reward=reward, options=options)
+    state = step.create_state(jnp.zeros((8, 8)))
+    for _ in range(3):
+        state, _ = step(state, [[1]] * 4)
+
+
+@pytest.mark.slow
+def test_processes_of_an_own_loop_end_with_the_one_that_rewards(tmp_path):
+    """The other process says at once why it ends, and does not wait for rewards that will never come."""
+    port, logs = processes.free_port(), [tmp_path / "0.log", tmp_path / "1.log"]
+    started = [processes.start(fail_in_an_own_loop, n, port, log=log) for n, log in enumerate(logs)]
+    started[1].join(60)
+    assert started[1].exitcode == 1
+    assert "process 0 failed with SystemExit: the budget is spent; process 1 ends too" in logs[1].read_text()
 
 
 @pytest.mark.parametrize(
