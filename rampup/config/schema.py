@@ -368,7 +368,7 @@ class ModelKeys(Settings):
     dropout_rate: float = _model(0.0, "Fraction of activations dropped in training.", minimum=0, below=1)
     dtype: str = _model("float32", choices=("float32", "bfloat16"), maxtext="bfloat16", doc="""
         Type of activations: float32 or bfloat16. Gradients are summed in float32.""")
-    weight_dtype: str = _model("float32", choices=("float32", "bfloat16"), doc="""
+    weight_dtype: str = _model("float32", choices=("float32", "bfloat16"), identity=True, doc="""
         Type of the weights: float32 or bfloat16. An update of less than about 1/256 of a bfloat16 weight is lost.""")
     attention: str = _model("autoselected", choices=("autoselected", "dot_product", "flash"), doc="""
         Attention kernel. dot_product: plain matrix products, with memory that grows with the square of max_target_length.

@@ -103,7 +103,7 @@ class CheckpointDamaged(Event):
 
 
 class StorageFailed(Event):
-    """A checkpoint or metrics could not be written, or lines of the metrics were damaged, and the run continues."""
+    """A checkpoint or metrics could not be written, or lines of the metrics are damaged or missing, and the run continues."""
 
     problem: str
 

@@ -15,8 +15,8 @@ import jax
 from rampup.engine.processes import is_primary
 from rampup.errors import NonFiniteError
 from rampup.loop.components import Component
-from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, read_lines_backwards
+from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped, StorageFailed
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_gaps, read_lines_backwards
 from rampup.loop.writers import MetricWriter, write_numbers
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
@@ -53,7 +53,8 @@ class Metrics:
     """Fetches each step's metrics two steps later, so that the devices never wait for the host.
 
     Lines of step `start`, the first of this launch, and of later ones are replaced. Each component gets the steps in order and
-    adds to their lines. `PhaseStarted`, `StepDone`, `StepSkipped` and, if lines are damaged, `StorageFailed` are reported.
+    adds to their lines. `PhaseStarted`, `StepDone`, `StepSkipped` and, if lines are damaged or missing,
+    `StorageFailed` are reported.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Metrics:
         self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_primary(), on_event=on_event)
+        if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
+            on_event(StorageFailed(problem=problem))
         # An evaluation before step 0 has the number -1.
         self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start or -1, writes=is_primary(), on_event=on_event)
         self._writers = options.writers(start) if is_primary() else ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import itertools
 import json
 import os
 import re
@@ -270,6 +271,24 @@ def describe_damage(path: Path) -> str:
     found = f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {', '.join(numbers[:10])} are"
     more = f" (and {len(numbers) - 10} more)" if len(numbers) > 10 else ""
     return f"{path} is damaged: {found} not JSON with a step{more}"
+
+
+def describe_gaps(path: Path, steps: int) -> str:
+    """Return which of the first steps have no line in metrics.jsonl, as a sentence; "" if all have one.
+
+    Lines are only counted, without parsing them, unless one is missing.
+    """
+    lines = 0
+    for part in _parts(path):
+        with part.open("rb") as file:
+            lines += sum(block.count(b"\n") for block in iter(lambda: file.read(TAIL_BYTES), b""))
+    if lines == steps:
+        return ""
+    missing = sorted(set(range(steps)) - {line["step"] for line in read_lines(path)})
+    gaps = [[step for _, step in gap] for _, gap in itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])]
+    named = [f"step {gap[0]}" if len(gap) == 1 else f"steps {gap[0]} to {gap[-1]}" for gap in gaps[:10]]
+    more = f" (and {len(gaps) - 10} more gaps)" if len(gaps) > 10 else ""
+    return f"{path} has no line of {', '.join(named)}{more}, which came before this start" if gaps else ""
 
 
 def _parts(path: Path) -> list[Path]:

@@ -159,6 +159,8 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     assert kept == config(tmp_path, steps=4, num_devices=8)
     with pytest.raises(ResumeMismatchError, match="base_mlp_dim: 32 in the checkpoint, 96 here"):
         train(config(tmp_path, steps=8, base_mlp_dim=96))
+    with pytest.raises(ResumeMismatchError, match="weight_dtype: 'float32' in the checkpoint, 'bfloat16' here"):
+        train(config(tmp_path, steps=8, weight_dtype="bfloat16"))
     with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
         train(config(tmp_path, steps=8, gradient_clipping_threshold=0))
     assert load_config(tmp_path / "run" / "config.yml") == kept

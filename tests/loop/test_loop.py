@@ -34,6 +34,7 @@ from rampup.loop.events import (
     RunStopping,
     StepDone,
     StopRequested,
+    StorageFailed,
 )
 from rampup.loop.lock import LOCK_FILE
 from rampup.loop.loop import EvalOptions, Loop
@@ -108,6 +109,22 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
     used = {step: rows for step, rows in ids if step < first.steps} | dict(more)
     assert used == uninterrupted[1]
     assert [step for step, _ in more] == list(range(first.steps, STEPS))
+
+
+def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
+    """Of a file that was cut and of a deleted one; the run goes on with the same losses."""
+    first, _ = run(parts, tmp_path, stop_after=3)
+    path, problems = tmp_path / "metrics.jsonl", []
+    for kept, named in ((2, f"steps 2 to {first.steps - 1}"), (0, f"steps 0 to {first.steps - 1}")):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:kept])) if kept else path.unlink()
+        events = []
+        run(parts, tmp_path, stop_after=first.steps, events=events, should_stop=lambda: True)
+        problems += [event.problem for event in events if isinstance(event, StorageFailed)]
+        assert problems[-1] == f"{path} has no line of {named}, which came before this start"
+    assert len(problems) == 2
+    run(parts, tmp_path)
+    assert metrics_of(tmp_path) == uninterrupted[0][first.steps :]
 
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):

@@ -9,6 +9,7 @@ from rampup.errors import ConfigError, StorageError
 from rampup.loop import run_folder as run_folder_module
 from rampup.loop.run_folder import (
     StepLog,
+    describe_gaps,
     first_and_last_line,
     measured_throughput,
     read_lines,
@@ -61,6 +62,17 @@ def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
     StepLog(path, keep_below=6, on_event=events.append).close()
     assert (tmp_path / "damaged_metrics.jsonl").read_bytes() == lines[2] + lines[4] + b"\n"
     assert "line 2 is not JSON" in events[1].problem
+
+
+def test_gaps_in_the_lines_are_named(tmp_path):
+    """Each range of steps without a line, also at both ends of a file and if there is none; every step twice is no gap."""
+    path = tmp_path / "metrics.jsonl"
+    assert describe_gaps(path, 0) == ""
+    assert describe_gaps(path, 20) == f"{path} has no line of steps 0 to 19, which came before this start"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(15) if step not in (0, 7, 8)))
+    assert describe_gaps(path, 20).startswith(f"{path} has no line of step 0, steps 7 to 8, steps 15 to 19, which")
+    path.write_text("".join(f'{{"step": {step // 2}}}\n' for step in range(40)))
+    assert describe_gaps(path, 20) == ""
 
 
 def test_step_log_notices_that_its_file_is_gone(tmp_path):
