@@ -9,6 +9,7 @@ those of one replica or device inside.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,9 +94,12 @@ class AccumulatedLoss:
             # large as the parameters once more.
             args = *_split_trained(params), *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
             with own_constraints(), jax.named_scope("microbatch"):
-                traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, differentiates_mean=True), return_shape=True)(*args)
+                traced = None
+                # What cannot be traced as it is may be below.
+                with contextlib.suppress(NameError, ValueError):
+                    traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, differentiates_mean=True), return_shape=True)(*args)
                 # A backward rule of the user's own need not be linear, so it must see what it sees in any other split.
-                if not contains(traced, BACKWARD_RULES):
+                if traced is not None and not contains(traced, BACKWARD_RULES):
                     loss_of = lambda *args: jax.tree.unflatten(  # noqa: E731
                         jax.tree.structure(shapes), jaxpr_as_fun(traced)(*jax.tree.leaves(args))
                     )

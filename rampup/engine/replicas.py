@@ -18,7 +18,6 @@ mapped  two or more other axes have several devices, which XLA     in a `jax.vma
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +29,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
 from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
-from rampup.engine.whole import contains, with_whole_operands
+from rampup.engine.whole import contains, traceable, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
+from rampup.errors import RampupError
+
+# Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes wrongly when it
+# partitions it, and a `jax.shard_map` over some of the other axes has operands that do not fit it.
+NOT_MAPPED = frozenset({"conv_general_dilated", "shard_map"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,11 @@ class Replicas:
         `sum_up(reduce, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
         `reduce(sums, totals)`. Except for gradients with shardings that split them, reduced sums are equal on all replicas.
         """
+        plain = functools.partial(own_constraints()(sum_up), self.reduce)
+        manual = self._manually(plain)
         if self.way == "plain":
-            return functools.partial(own_constraints()(sum_up), self.reduce)
-        manual = self._manually(functools.partial(own_constraints()(sum_up), self.reduce))
+            # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
+            return traceable(plain, manual)
         return manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
 
     @property
@@ -160,13 +166,14 @@ class Replicas:
 
         def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
             mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
-            closed = None
-            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one.
-            with contextlib.suppress(NotImplementedError):
+            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one, nor a `jax.shard_map` without a mesh.
+            try:
                 closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
-            # Mapped, the gradient of a convolution's kernel is a convolution with a group per replica, which XLA computes
-            # wrongly when it partitions it.
-            if closed is None or contains(closed, frozenset({"conv_general_dilated"})):
+            except RampupError:
+                raise
+            except (NotImplementedError, NameError, ValueError):
+                return otherwise(params, batch_KR, keys_KR, number, totals)
+            if contains(closed, NOT_MAPPED):
                 return otherwise(params, batch_KR, keys_KR, number, totals)
             leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
             sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)

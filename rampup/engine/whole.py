@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import auto_view, constrain
+from rampup.engine.mesh import auto_view, axes_of, constrain, spec_without
+from rampup.errors import RampupError
 
 # What these compute has a compiler of its own.
 _OPAQUE = ("pallas_call", "custom_partitioning")
+# What JAX runs only where all axes are manual, or beside at most one that is not.
+_CALLBACKS = ("debug_callback", "debug_print", "pure_callback")
 
 
 def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
@@ -24,26 +27,69 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
     With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
     grouped convolutions wrongly. So `run` is traced, and the operands of these operations are made whole: replicated over those
     axes. The trace must have the backward pass already, because the gradient of a sort, for one, is a gather too.
+
+    With fewer automatic axes, the trace stays as it is, unless the loss has a `shard_map` over an axis of one device, which is
+    manual already, or a sum over one, which XLA refuses beside an automatic axis. Then it is traced with those axes automatic,
+    and evaluated again without them.
     """
-    if sum(size > 1 and name not in manual for name, size in mesh.shape.items()) < 2:
-        return run
+    num_automatic = sum(size > 1 and name not in manual for name, size in mesh.shape.items())
+
+    def as_it_is(*args: Any) -> Any:
+        closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
+        for eqn in operations(closed):
+            # Older versions of JAX find out when they lower it.
+            is_nested = eqn.primitive.name == "shard_map" and not manual.isdisjoint(eqn.params.get("manual_axes", ()))
+            if is_nested or (num_automatic and _is_over_single(eqn, mesh)):
+                raise ValueError(f"a {eqn.primitive.name} over axes of one device within a shard_map over {manual}")
+        return jax.tree.unflatten(jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
     def rewritten(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        single = {name: AxisType.Auto for name, size in mesh.shape.items() if size == 1}
+        shapes = jax.tree.map(lambda x: _shape_of(jax.typeof(x)), args)
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh().update_axis_types(single)):
+            closed, results = jax.make_jaxpr(run, return_shape=True)(*shapes)
         outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
-    return rewritten
+    return rewritten if num_automatic > 1 else traceable(as_it_is, rewritten)
 
 
-def contains(value: Any, names: frozenset[str]) -> bool:
-    """Return whether a jaxpr, or a parameter of an operation, contains one of these operations."""
+def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes.
+
+    A name of an axis that is not manual is a NameError; a `shard_map` over one that is manual already is a ValueError.
+    """
+
+    def either(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except RampupError:
+            raise
+        except (NameError, ValueError) as error:
+            first = error
+        try:
+            return otherwise(*args)
+        except Exception:  # noqa: BLE001 - it is not because of the axes
+            raise first from None
+
+    return either
+
+
+def operations(value: Any) -> Iterator[Any]:
+    """Yield the operations of a jaxpr, or of a parameter of an operation, and those of all jaxprs that it contains."""
     if isinstance(value, tuple):
-        return any(contains(part, names) for part in value)
+        for part in value:
+            yield from operations(part)
     jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-    return isinstance(jaxpr, Jaxpr) and any(
-        eqn.primitive.name in names or any(contains(part, names) for part in eqn.params.values()) for eqn in jaxpr.eqns
-    )
+    if isinstance(jaxpr, Jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            yield from operations(tuple(eqn.params.values()))
+
+
+def contains(jaxpr: ClosedJaxpr, names: frozenset[str]) -> bool:
+    """Return whether a jaxpr contains one of these operations."""
+    return any(eqn.primitive.name in names for eqn in operations(jaxpr))
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -70,10 +116,17 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
                 # Its rule is not needed any more.
                 inner = eqn.params["call_jaxpr"]
                 outputs = _evaluate(inner.jaxpr, inner.consts, inputs, mesh)
-            elif name == "sharding_constraint" and not _automatic_axes():
+            elif _is_over_single(eqn, mesh):
                 outputs = inputs
+            elif name == "sharding_constraint" and not axes_of(eqn.params["sharding"]) <= _automatic_axes():
+                outputs = [_constrain_again(inputs[0], mesh, **eqn.params)]
             elif name == "shard_map":
-                outputs = _run_manually(eqn.params, inputs, mesh)
+                run = functools.partial(_evaluate, eqn.params["jaxpr"], (), mesh=mesh)
+                outputs = _run_manually(run, eqn.params["in_specs"], eqn.params["out_specs"], inputs)
+            elif name in _CALLBACKS and _automatic_axes():
+                whole = PartitionSpec()
+                run = functools.partial(_call_back, eqn, _automatic_axes())
+                outputs = _run_manually(run, [whole] * len(inputs), [whole] * len(eqn.outvars), inputs)
             else:
                 params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
                 bind_params = eqn.primitive.get_bind_params(params)
@@ -88,22 +141,55 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
     return [read(v) for v in jaxpr.outvars]
 
 
+def _is_over_single(eqn: Any, mesh: Mesh) -> bool:
+    """Return whether an operation reduces over axes of one device alone, which changes nothing."""
+    is_reduction = eqn.primitive.name in ("psum", "psum_invariant", "pmax", "pmin")
+    return is_reduction and all(mesh.shape.get(name) == 1 for name in eqn.params["axes"])
+
+
+def _constrain_again(x: Any, mesh: Mesh, *, sharding: Any, unconstrained_dims: Any, **_: Any) -> Any:
+    """Constrain an array along the axes that are automatic here, of those in the trace."""
+    free = dict.fromkeys(unconstrained_dims, PartitionSpec.UNCONSTRAINED)
+    entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    spec = PartitionSpec(*(free.get(k, entry) for k, entry in enumerate(entries)))
+    return constrain(x, NamedSharding(auto_view(mesh), spec, memory_kind=sharding.memory_kind))
+
+
 def _automatic_axes() -> set[str]:
     """Return the axes that are not manual in the function that is traced here."""
     context = jax.sharding.get_abstract_mesh()
     return {str(name) for name in context.axis_names} - set(context.manual_axes)
 
 
-def _run_manually(params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:
-    """Return the results of a `jax.shard_map` that is within another one: manual over all axes.
+def _run_manually(
+    run: Callable[[Sequence[Any]], list[Any]], in_specs: Sequence[Any], out_specs: Sequence[Any], inputs: list[Any]
+) -> list[Any]:
+    """Return the results of a function of a list within the `shard_map` that is traced here: manual over all axes.
 
     XLA aborts the process if an axis stays automatic and is before a manual one. Along an axis that was automatic, the devices
     repeat the computation: on whole operands, as the specs do not name it.
     """
-    run = functools.partial(_evaluate, params["jaxpr"], (), mesh=mesh)
-    specs = {"in_specs": params["in_specs"], "out_specs": list(params["out_specs"])}
-    outputs = jax.shard_map(lambda *args: run(args), **specs, axis_names=_automatic_axes(), check_vma=False)(*inputs)
-    return list(outputs)
+    automatic = _automatic_axes()
+    if not automatic:
+        return run(inputs)
+    # Axes of one device are manual already.
+    others = frozenset(jax.sharding.get_abstract_mesh().shape) - automatic
+    own_specs = [[spec_without(spec, others) for spec in specs] for specs in (in_specs, out_specs)]
+    options = {"in_specs": tuple(own_specs[0]), "out_specs": own_specs[1], "axis_names": automatic, "check_vma": False}
+    return list(jax.shard_map(lambda *args: run(args), **options)(*inputs))
+
+
+def _call_back(eqn: Any, automatic: set[str], inputs: Sequence[Any]) -> list[Any]:
+    """Run a callback where all axes are manual: one without results on a single device along those that were automatic."""
+    if eqn.outvars:
+        return list(eqn.primitive.bind(*inputs, **eqn.params))
+
+    def call() -> None:
+        eqn.primitive.bind(*inputs, **eqn.params)
+
+    is_first = sum(jax.lax.axis_index(name) for name in automatic) == 0
+    jax.lax.cond(is_first, call, lambda: None)
+    return []
 
 
 def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:

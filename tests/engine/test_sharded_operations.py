@@ -1,5 +1,6 @@
 """Operations that XLA cannot partition beside a manual axis and two automatic ones, on data, fsdp and tensor together."""
 
+import functools
 import operator
 
 import jax
@@ -164,7 +165,8 @@ def assert_close(found, expected):
     [
         ([labels, depthwise, convolution], SPECS[3]),
         ([ragged], SPECS[1]),
-        ([linear, depthwise], SPECS[1]),
+        ([linear, depthwise, tensor_kernel], SPECS[1]),
+        ([tensor_kernel], SPECS[0]),
         *(toy.slow([one], spec) for one in OPERATIONS for spec in SPECS),
     ],
 )
@@ -180,6 +182,36 @@ def test_an_operation_equals_plain_jit(operations, spec):
     total = AccumulatedLoss(loss_fn).eval_sums
     evaluate = jax.jit(lambda *args: total(*args, mesh=mesh))
     np.testing.assert_allclose(evaluate(params, batch, keys, np.int32(K)).loss, sums.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one", "data_tensor", "fsdp", toy.slow("data_fsdp_tensor")])
+def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
+    """A loss with a `shard_map` over fsdp and tensor and with collectives over every other axis has the sums of one device."""
+    mesh = toy.mesh_of(name)
+    alone, (params, batch, keys) = toy.mesh_of("one"), problem(mesh, SPECS[1])
+    single = tuple(axis for axis in ("fsdp", "tensor", "stage") if mesh.shape[axis] == 1)
+
+    def loss_fn(params, batch, keys, mesh=mesh, single=single):
+        inner = jax.sharding.get_abstract_mesh()
+        specs = {
+            "in_specs": (PartitionSpec("fsdp", None, "tensor"), PartitionSpec("tensor")),
+            "out_specs": PartitionSpec("fsdp"),
+        }
+        options = {"mesh": inner if inner.shape else mesh, "axis_names": {"fsdp", "tensor"}, "check_vma": False}
+        x = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "tensor"), **specs, **options)(batch["x"], params["w"])
+        if single:
+            x = jax.lax.pmean(x, single) * (1 + jax.lax.axis_index(single[-1]))
+        return jnp.sum(jnp.tanh(x)), jnp.sum(batch["weight"]), {}
+
+    state = rampup.create_state(params, optax.sgd(1.0), mesh)
+    plan = toy.plan_for(mesh, f"0:{R * K}", steps=1, microbatch_size=R // mesh.shape["data"] // mesh.shape["fsdp"])
+    step = rampup.train_step(loss_fn, optax.sgd(1.0), plan, mesh)
+    rows = jax.tree.map(lambda x: np.asarray(x).reshape(R * K, *x.shape[2:]), batch)
+    before, (state, metrics) = jax.device_get(params), step(state, step.batch(rows))
+    loss, grads = expected_sums(functools.partial(loss_fn, mesh=alone, single=()), before, batch, keys, 1)
+    weight = np.sum(rows["weight"])
+    found = metrics["loss"] * weight, jax.tree.map(lambda old, new: (old - new) * weight, before, jax.device_get(state.params))
+    assert_close(found, (loss, grads))
 
 
 def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
