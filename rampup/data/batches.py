@@ -42,6 +42,8 @@ from rampup.plan.split import BatchSplit, BatchSplitter
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
+# The bytes of a step up to which rows in memory are read here: a thread takes as long to hand over what it has read.
+INLINE_BYTES = 2**20
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -222,10 +224,7 @@ class BatchLoader:
             return
         # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
         dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading, first_step=start)
-        # One thread also reads the rows in their order.
-        num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
-        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
-        steps = iter(dataset[start:stop].to_iter_dataset(options))
+        steps = self._read(dataset, start, stop)
         ready: deque[Batch] = deque()
         for _ in range(start, stop):
             try:
@@ -238,6 +237,21 @@ class BatchLoader:
             if len(ready) > AHEAD_ON_DEVICE:
                 yield ready.popleft()
         yield from ready
+
+    def _read(self, dataset: StepDataset, start: int, stop: int) -> Iterator[StepRows]:
+        """Yield the rows of every step: read ahead by Grain's threads, or here if they are few and in memory already."""
+        if getattr(self.source, "are_stored", False):
+            first = dataset[start]
+            yield first
+            start += 1
+            if sum(x.nbytes for x in jax.tree.leaves(first.rows)) <= INLINE_BYTES:
+                yield from map(dataset.__getitem__, range(start, stop))
+                return
+        # One thread also reads the rows in their order.
+        num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
+        if start < stop:
+            yield from dataset[start:stop].to_iter_dataset(options)
 
     def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
@@ -413,7 +427,7 @@ def stream_batches(
                 raise DataError(f"step {number}: the source yielded arrays of {found} rows, which must be one number for all")
             count += sizes.pop()[0]
         name = f"{'batch' if batched else 'row'} {{}} of step {number:,}".format
-        ready = stack_rows(pending, name, np.concatenate if batched else np.stack)
+        ready = stack_rows(pending, name, np.concatenate if batched else np.array)
         # What the next step begins with: the rest of a batch that two steps share.
         pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
         count -= needed

@@ -143,8 +143,8 @@ class ItemRows:
         self.items = items
         # Grain reads its own sources and datasets in threads, and asks of what is inside them that it allows this.
         of_grain = isinstance(items, grain.MapDataset) or type(items).__module__.partition(".")[0] == "grain"
-        self._are_stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
-        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or self._are_stored))
+        self.are_stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
+        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or self.are_stored))
 
     def __len__(self) -> int:
         return len(self.items)
@@ -159,7 +159,7 @@ class ItemRows:
                 fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
                 raise DataError(f"{problem}; {fix}")
             # Copied before the next one is read: a source may return the same array again, filled with the next row.
-            items.append(item if self._are_stored else jax.tree.map(np.array, item))
+            items.append(item if self.are_stored else jax.tree.map(np.array, item))
         return stack_rows(items, lambda i: self.describe(rows[i]))
 
     def describe(self, row: int) -> str:
@@ -271,15 +271,16 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
         return _read_rows(source, rows)
 
 
-def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable[..., np.ndarray] = np.stack) -> Any:
+def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable[..., np.ndarray] = np.array) -> Any:
     """Return rows as arrays, or refuse rows that differ. `name` returns where a row comes from, by its place in `items`.
 
     With `np.concatenate`, the items are batches, whose numbers of rows may differ.
     """
     try:
+        # `np.array` stacks small arrays in a third of the time of `np.stack`.
         return jax.tree.map(lambda *leaves: stack(leaves), *items)
     except (TypeError, ValueError) as error:
-        skipped = 0 if stack is np.stack else 1
+        skipped = 0 if stack is np.array else 1
         fix = "all rows must have the same fields and shapes: pad or crop them"
         for place, item in enumerate(items):
             for leaf, was, now in differing_leaves(items[0], item, lambda x: np.shape(x)[skipped:]):
