@@ -57,6 +57,11 @@ class NoiseCurve:
         share = math.log(progress / x0) / math.log(x1 / x0)
         return n0 * float((n1 / n0) ** share)
 
+    def knot_after(self, progress: float) -> float:
+        """Return the progress of the next knot, or infinity."""
+        place = bisect.bisect_right(self.knots, (progress, math.inf))
+        return self.knots[place][0] if place < len(self.knots) else math.inf
+
 
 class NoisePoint(NamedTuple):
     """A measured noise scale with its interval, in samples."""
@@ -191,7 +196,14 @@ class DesignModel:
             # Short parts while little is done, because the noise scale changes on a logarithmic scale.
             while done < end:
                 part = min(end - done, max(done / PARTS * 4, (end - start if end < math.inf else progress or 0.0) / PARTS, 1.0))
-                gain = part / (1 + batch / self.noise.at(reached + part / 2 / (1 + batch / self.noise.at(reached))))
+                # No part goes beyond a knot of the noise curve, which may be close to the one before it.
+                knot = self.noise.knot_after(reached)
+                middle = min(reached + part / 2 / (1 + batch / self.noise.at(reached)), (reached + knot) / 2)
+                gain = part / (1 + batch / self.noise.at(middle))
+                if reached + gain > knot:
+                    price = 1 + batch / self.noise.at((reached + knot) / 2)
+                    part = min(part, (knot - reached) * price)
+                    gain = min(part / price, knot - reached)
                 if progress is not None and samples is None and reached + gain >= progress:
                     part *= (progress - reached) / gain
                     gain, end = progress - reached, done
