@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, option, read_source, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
+from rampup.dialects.script import Command
 from rampup.dialects.unknown import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
@@ -129,7 +130,10 @@ BASES: Bases = {
 LAUNCH = Launch(
     system="MaxText",
     program=re.compile(r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="),
-    others=re.compile(r"train_(?:tokenizer|rl|grpo)\b|train_compile_xaot"),
+    others=re.compile(
+        r"(?i)train_(?:tokenizer|rl|grpo)\b|train_compile_xaot|"
+        r"(?:\bmaxtext[\w./]*[./]|(?<=[\s/]))(?:decode|inference\w*|\w*generat\w*|evaluat\w*)(?:\.py)?(?=\s|$)"
+    ),
     example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
     entries=KEYS,
     canonical=lambda name: ALIASES.get(name, name),
@@ -149,7 +153,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     """
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
-    leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
+    leaves = _read_slices(reading.command) | dict(reading.leaves)
+    name = given[-1].partition("=")[2] if given else ""
     folder, seen = Path(reading.path).parent, [os.path.realpath(reading.path)]
     if reading.command is not None and not name:
         name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
@@ -190,6 +195,26 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         return settings
     note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
     return dataclasses.replace(settings, notes=(*settings.notes, note))
+
+
+def _read_slices(command: Command | None) -> dict[str, Located]:
+    """Return the devices and slices that xpk gives to the command in its quotes; none if it does not say them."""
+    outer = None if command is None else command._replace(words=command.outer)
+    machine = option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type") or ""
+    slices = option(outer, "--num-slices", "--num_slices") or "1"
+    nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
+    if outer is None or not (slices.isdecimal() and nodes.isdecimal()):
+        return {}
+    if match := re.fullmatch(r"(v[2-6]\w*)-(\d+)", machine):  # v4 and v5p count two cores in a device
+        return {
+            "num_devices": outer.locate(int(match[2]) // (2 if match[1] in ("v4", "v5p") else 1) * int(slices)),
+            "num_slices": outer.locate(int(slices)),
+        }
+    if match := re.fullmatch(r"v[2-6]\w*-(\d+(?:x\d+)+)", machine):
+        chips = math.prod(map(int, match[1].split("x")))
+        return {"num_devices": outer.locate(chips * int(slices)), "num_slices": outer.locate(int(slices))}
+    match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
+    return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
 
 
 class BatchSizes(NamedTuple):
@@ -238,6 +263,7 @@ class MaxTextJob(PretrainingJob):
                 combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
         self.num_slices: int = self["num_slices"]
         self.num_devices: int = self["num_devices"] or 0
+        self.assumes_one_slice = False
         if not self.num_devices:  # those of a mesh without a free axis
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
             if AUTO in ici or min(ici) < 1:
@@ -246,6 +272,7 @@ class MaxTextJob(PretrainingJob):
             given = self.num_slices > 0 and AUTO in dcn
             slices = self.num_slices if given else math.prod(size for size in dcn if size != AUTO)
             self.num_devices = max(math.prod(ici) * slices, 1)
+            self.assumes_one_slice = AUTO in dcn and not given
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
@@ -453,6 +480,11 @@ def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
 
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
+    if job.assumes_one_slice:
+        yield (
+            f"dcn_data_parallelism=-1 leaves the number of slices open: one of {job.num_devices:,} devices is assumed, and the "
+            "batch of several is as many times as large; add num_slices=N or num_devices=N"
+        )
     if job.dropped_per_step and sizes.micro >= 1:
         yield (
             f"{END}={show(job[END])} is below 1: a full sample per device is loaded, {sizes.to_load:,} rows per step, and "

@@ -45,6 +45,8 @@ EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
 # What splits layers over stages in another way than evenly.
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
+_DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
+_LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS: dict[str, Entry] = {
     MICRO: entry(None, "samples per replica and forward pass", unit="samples"),
@@ -127,6 +129,12 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
                     said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
                     raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
             located.update([_normalize(known, value)])
+    command = reading.command
+    if command is not None and command.tasks and not _DEVICES_GIVEN.intersection(located, overridden):
+        # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
+        is_launched = any(map(_LAUNCHER.search, command.words))
+        tasks: Any = int(command.tasks) if command.tasks.isdecimal() else command.tasks
+        located |= {} if is_launched else {"world_size": command.locate(tasks)}
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}

@@ -19,6 +19,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.dialects.manifest import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
@@ -281,6 +282,13 @@ _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE
 _COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
 _OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 _SHOWN = 60
+_UNREAD = {
+    **dict.fromkeys((".py", ".ipynb"), "a Python program"),
+    **dict.fromkeys((".md", ".rst", ".mdx"), "a text with commands in it"),
+}
+_NO_TRAINING = re.compile(
+    r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
+)
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
 _MAX_FILES = 20
@@ -347,24 +355,33 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     is_file = not isinstance(source, tuple)
     path, text = (COMMAND_LINE, shlex.join(source)) if isinstance(source, tuple) else (str(source), read_text(source))
     is_script = text.startswith("#!") or path.endswith(SCRIPTS)
+    if is_file and (kind := _UNREAD.get(Path(path).suffix)):
+        raise ConfigError(f"this is {kind}, which is not read; paste its command: `rampup check -- COMMAND ...`", path=path)
     is_yaml = text.lstrip().startswith("{") or _YAML_KEY.search(text) or not _COMMAND_WORD.search(text)
-    if is_file and is_yaml and not is_script:
+    containers = find_containers(text) if is_file and is_yaml and not is_script else []
+    if is_file and is_yaml and not is_script and not containers:
         leaves, repeated = read_leaves(text, path)
         return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
     settings = [setting.partition("=") for setting in overrides]
     given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
-    line = None if is_file else 0
-    commands = read_commands(text, path, given, launch.program, relevant=launch.relevant, line=line)
-    scripts = {row.script for row in commands if given and row.script and not row.unread}
-    texts = [text * is_file, *map(read_text, scripts)]
-    variables = {name for name in given if any(re.search(rf"\b{name}\b", text) for text in texts)}
+    scripts: list[tuple[str, int | None]] = [(row.script, row.line) for row in containers]
+    scripts = scripts or [(text, None if is_file else 0)]
+    commands = [
+        command
+        for script, line in scripts
+        for command in read_commands(script, path, given, launch.program, relevant=launch.relevant, line=line)
+    ]
+    started = {row.script for row in commands if given and row.script and not row.unread}
+    texts = [text * is_file, *map(read_text, started)]
+    # Slurm's variables count where the script does not name them.
+    variables = {name for name in given if name.startswith("SLURM_") or any(re.search(rf"\b{name}\b", text) for text in texts)}
     return _choose(commands, [item for item in overrides if item.partition("=")[0] not in variables], launch, path, strict)
 
 
 def option(command: Command | None, *names: str) -> str | None:
     """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
     words = () if command is None else command.words
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in itertools.pairwise((*words, "")):
         name, equals, value = word.partition("=")
         if name in names:
             return value if equals else following
@@ -379,11 +396,13 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         # A script may be given the program that it starts, as in `/opt/launch.sh torchrun pretrain_gpt.py`.
         after = text.partition(command.script)[2].split() if command.script else []
         programs = [word for word in after if "=" not in word and word[0] != "-" and launch.program.search(word)]
+        if command.skipped:
+            continue
         if command.script and not (command.unread and programs):
             unread += [command] if command.unread else []
             continue
         if match := launch.others.search(text):
-            other = other or show_unknown(match[0])
+            other = other or show_unknown(match[0]).strip()
             continue
         leaves = launch.read(command)
         score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
@@ -401,11 +420,8 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     if first and ((is_open(first) if found else not other) or (launch.relevant(first.words) and not launched)):
         said = f"this starts or sources a script that is not read: {first.unread}"
         raise ConfigError(said, key="from", path=first.path, line=first.line or None)
-    if not found and other:
-        raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
     if not found:
-        said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
-        raise ConfigError(f"{said}. If another one starts the run, check that", key="from", path=path)
+        raise _starts_nothing(commands, other, launch, path)
     score, command, leaves = max(found, key=lambda row: row[0])
     if marker := next((marker for word in command.words if (marker := open_options(word))), ""):
         [name] = unknown_names(marker)
@@ -420,7 +436,33 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         others = [f"{line} of {file}" if file else str(line) for file, line in rows]
         also = f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(others)}" if others else ""
         notes.append(f"read from {here}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}")
+    notes += _command_notes(command)
+    notes += dict.fromkeys(f"{row.remark}." for row in commands if row.remark)
     notes += dict.fromkeys(f"{row.unread}; what it sets or starts is not read." for row in unread)
+    return Reading(
+        path=command.path, leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), recognized=score[0]
+    )
+
+
+def _starts_nothing(commands: Sequence[Command], other: str, launch: Launch, path: str) -> ConfigError:
+    """Return why a script without a command of the system is refused; `other` is a program that the rules do not cover."""
+    if other:
+        why = ": it does not train" if _NO_TRAINING.search(other) else ""
+        return ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover{why}", path=path)
+    skipped = next((row for row in commands if row.skipped and launch.program.search(" ".join(row.words))), None)
+    if skipped:
+        names = re.findall(r"\$\{?([A-Za-z_]\w*)", skipped.skipped)
+        said = f"this starts {launch.system} only if {skipped.skipped} holds, which it does not"
+        return ConfigError(f"{said}; add {names[0]}=..." if names else said, path=skipped.path, line=skipped.line or None)
+    said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
+    return ConfigError(f"{said}. If another one starts the run, check that", key="from", path=path)
+
+
+def _command_notes(command: Command) -> Iterator[str]:
+    """Yield what is lost between a command and its system: words after its end, and words that are not known."""
+    if command.cut:
+        said = f"the command ends in line {command.cut}, where a comment or a blank follows the backslash"
+        yield f"{said}; the lines below it are not part of it."
     # A word after an option is its value, unless its name is that of options.
     unknown: dict[str, None] = {}
     for before, word in itertools.pairwise(command.words):
@@ -429,10 +471,21 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         if is_whole and (_OPTIONS.search(name) or not before.startswith("-") or "=" in before):
             unknown[name] = None
     if unknown:
-        notes.append(f"the script does not say what {', '.join(unknown)} adds to the command; it is left out.")
-    return Reading(
-        path=command.path, leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), recognized=score[0]
-    )
+        yield f"the script does not say what {', '.join(unknown)} adds to the command; it is left out."
+
+
+def _base_folders(command: Command, path: str) -> list[Path]:
+    """Return where the base file of a command may be: its `--config-path` in a folder above, or above its program's folder."""
+    folder = option(command, "--config-path", "-cp") or "config"
+    if unknown_names(folder):  # such as a folder of the environment; the path within it counts
+        folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
+    ends = [Path(folder)]
+    if folder.startswith("/"):  # perhaps of another machine
+        ends += [Path(*ends[0].parts[first:]) for first in range(1, len(ends[0].parts))]
+    module = option(command, "-m") or ""
+    file = next((word for word in command.words if word.endswith(".py")), "")
+    program = Path(*module.split(".")[:-1]) if module else Path(file).parent
+    return [up / end for end in (*ends, program / folder) for up in Path(path).absolute().parents]
 
 
 def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -441,7 +494,8 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     Raises:
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
-    reading = read_source(source, overrides, launch).rename(launch.canonical)
+    own = [setting for setting in overrides if not setting.startswith(f"{PARENT}=")]
+    reading = read_source(source, own, launch).rename(launch.canonical)
     leaves, path = dict(reading.leaves), reading.path
     # The keys of base files beside the source, which count as given, and those of files that the system ships.
     beside: dict[str, Located] = {}
@@ -490,15 +544,15 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
             missing.append(name)
         else:
             said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            if launch.programs:
+                said += f", or start from a known one ({PARENT}={launch.programs['']}) and add its sizes as key=value"
             raise ConfigError(said, key=PARENT, path=path)
 
     if reading.command is not None:
-        name = option(reading.command, "--config-name", "-cn")
+        chosen = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{PARENT}=")]
+        name = chosen[-1] if chosen else option(reading.command, "--config-name", "-cn")
         if name is not None:
-            folder = option(reading.command, "--config-path", "-cp") or "config"
-            if unknown_names(folder):  # such as a folder of the environment; the path within it counts
-                folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
-            add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
+            add(name, [Path(path).parent, *_base_folders(reading.command, path)], path)
         elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
             add(launch.programs[part], [], path)
         else:

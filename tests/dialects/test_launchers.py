@@ -1,0 +1,104 @@
+# ruff: noqa: E501 - scripts are in one line
+"""Tests of what starts a run: Slurm, MPI, xpk, Kubernetes, Hydra's base files, scripts of other machines, and files that are none."""
+
+import pytest
+from helpers.dialect_files import expect
+
+from rampup.dialects import check_file
+from rampup.errors import ConfigError
+
+GPT = "pretrain_gpt.py --micro-batch-size 2 --global-batch-size 256 --tensor-model-parallel-size 2"
+HEADER = "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --gpus-per-node=mi250:8\n#SBATCH --ntasks-per-node 8 # one for each device\n"
+MAXTEXT = "python3 MaxText/train.py MaxText/configs/base.yml per_device_batch_size=2"
+PPO = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 critic.enable=false actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
+SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 trainer.train_batch_size=32"
+LOADED = "global_batch_size_to_load"
+BRANCHES = f"if [ -d /opt/big ]; then TP=4; else TP=2; fi\ntorchrun --nproc_per_node 8 {GPT} --tensor-model-parallel-size $TP\n"
+JOB = f"""apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+spec:
+  replicatedJobs:
+  - template:
+      spec:
+        containers:
+        - name: train
+          env: [{{name: SIZE, value: "4"}}]
+          command: [bash, -c]
+          args:
+          - |
+            set -e
+            {MAXTEXT.replace("=2", "=$SIZE")}
+---
+apiVersion: v1
+kind: Service
+"""
+TORCH_JOB = """apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+spec: {containers: [{command: [torchrun, --nproc_per_node=8], env: [{name: MBS, value: 4}],
+  args: [pretrain_gpt.py, --micro-batch-size, $(MBS), --global-batch-size, "64"]}]}
+"""
+VERTEX = '{"jobSpec": {"workerPoolSpecs": [{"containerSpec": {"command": ["sh", "-c", "' + MAXTEXT + '"]}}]}}'
+# The system, its file and those beside it, the settings, and what the verdict is, or the error.
+FILES = {
+    "header": ("megatron", f"{HEADER}torchrun --nnodes $SLURM_NNODES --nproc_per_node $SLURM_GPUS_ON_NODE {GPT}", {}, [], {"data_parallel_size": 16}),
+    "tasks of a header": ("megatron", f"{HEADER}srun python {GPT}", {}, [], {"data_parallel_size": 16}),
+    "tasks of srun": ("megatron", f"{HEADER}srun -N 2 --ntasks-per-node=4 python {GPT}", {}, [], {"data_parallel_size": 4}),
+    "tasks in quotes": ("megatron", f"{HEADER}srun --ntasks 8 bash -c 'python {GPT}'", {}, [], {"data_parallel_size": 4}),
+    "tasks that are given": ("megatron", f"#!/bin/bash\nsrun python {GPT}", {}, ["SLURM_NTASKS=64"], {"data_parallel_size": 32}),
+    "tasks of mpirun": ("megatron", f"mpirun -np 16 python {GPT}", {}, [], {"data_parallel_size": 8}),
+    "a task for each launcher": ("megatron", f"{HEADER}srun --ntasks-per-node=1 torchrun --nnodes 4 --nproc_per_node 4 {GPT}", {}, [], {"data_parallel_size": 8}),
+    "tasks nowhere": ("megatron", f"#!/bin/bash\nsrun python {GPT}", {}, [], "number of devices"),
+    "gres": ("megatron", f"#SBATCH -N2\n#SBATCH --gres=gpu:a100:4\ntorchrun --nnodes $SLURM_JOB_NUM_NODES --nproc_per_node $SLURM_GPUS_ON_NODE {GPT}", {}, [], {"data_parallel_size": 4}),
+    "document": ("maxtext", f"N=2\nread -r -d '' CMD <<EOF\n{MAXTEXT[:-1]}$N \\\n  num_target_devices=4\nEOF\nsrun bash -c \"$CMD\"", {}, [], {LOADED: 8}),
+    "substitution": ("skyrl", f"CMD=$(cat <<'EOS'\nset -e # it's\n{SKYRL}\nEOS\n)\nbash -lc \"${{CMD}}\"", {}, [], {"samples_per_step": 160}),
+    "xpk": ("maxtext", f"python3 xpk.py workload create --tpu-type=v5litepod-256 --num-slices=64 --command \"{MAXTEXT}\"", {}, [], {LOADED: 2 * 256 * 64}),
+    "cores of xpk": ("maxtext", f"xpk workload create --tpu-type v5p-128 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 64}),
+    "chips of xpk": ("maxtext", f"xpk workload create --device-type v6e-4x4 --num-slices 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 32}),
+    "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 16}),
+    "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 10"}),
+    "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
+    "Vertex": ("maxtext", VERTEX, {}, ["num_devices=8"], {LOADED: 16}),
+    "another root": ("skyrl", f"ROOT=/lustre/me/project\nsource $ROOT/conf/sizes.sh\n. ${{HERE}}/more.sh\n{SKYRL} generator.n_samples_per_prompt=$N$M",
+        {"conf/sizes.sh": "N=1", "more.sh": "M=6"}, [], {"samples_per_step": 512, "note": ["/lustre/me/project/conf/sizes.sh is read as", "$HERE/more.sh is read as"]}),
+    "base file of a module": ("verl", f"{PPO.replace('verl.trainer', 'recipe.own')} --config-path=settings --config-name=own",
+        {"recipe/own/settings/own.yaml": "actor_rollout_ref: {rollout: {n: 4}}"}, [], {"samples_per_step": 256}),
+    "base file of another machine": ("verl", f"{PPO} --config-path=/root/me/settings --config-name=own",
+        {"settings/own.yaml": "actor_rollout_ref: {rollout: {n: 2}}"}, [], {"samples_per_step": 128}),
+    "base file nowhere": ("verl", f"{PPO} --config-name=own", {}, [], r"start from a known one \(defaults=ppo_trainer\)"),
+    "base file that is given": ("verl", f"{PPO} --config-name=own", {}, ["defaults=ppo_trainer"], {"samples_per_step": 64}),
+    "equal branches": ("megatron", BRANCHES.replace("TP=4", "TP=2"), {}, [], {"data_parallel_size": 4}),
+    "open branches": ("megatron", BRANCHES, {}, [], r"not known whether `\[ -d /opt/big \]` \(line 1\) holds, and \$TP depends on it; add TP="),
+    "decided branches": ("megatron", BRANCHES, {}, ["TP=4"], {"data_parallel_size": 2}),
+    "a run that is off": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, [], r"only if `\[ .*RUN_TRAINING.* \(line 2\) holds, which it does not; add RUN_TRAINING="),
+    "a run that is switched on": ("skyrl", f"#!/bin/bash\nif [ \"${{RUN_TRAINING:-0}}\" = 1 ]; then\n  {SKYRL}\nfi", {}, ["RUN_TRAINING=1"], {"samples_per_step": 160}),
+    "a comment after a backslash": ("skyrl", f"#!/bin/bash\n{SKYRL} \\\n  # the rest\n  generator.n_samples_per_prompt=2", {}, [], {"samples_per_step": 160, "note": "the command ends in line 2"}),
+    "a blank after a backslash": ("skyrl", f"#!/bin/bash\n{SKYRL} \\ \n  generator.n_samples_per_prompt=2", {}, [], {"samples_per_step": 160, "note": "the command ends in line 2"}),
+    "a last comment": ("skyrl", f"#!/bin/bash\n{SKYRL} \\\n  # generator.n_samples_per_prompt=2\n\necho done", {}, [], {"samples_per_step": 160, "no_note": "ends in"}),
+    "decoding": ("maxtext", f"#!/bin/bash\n{MAXTEXT.replace('train.py', 'decode.py')}", {}, [], r"starts MaxText/decode\.py, which the rules of MaxText do not cover: it does not train"),
+    "generation": ("verl", PPO.replace("main_ppo", "main_generation"), {}, [], "main_generation, .* it does not train"),
+    "open slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\n", {}, [], {LOADED: 16, "note": "leaves the number of slices open"}),
+    "slices": ("maxtext", "ici_fsdp_parallelism: 8\nper_device_batch_size: 2\nnum_slices: 2\n", {}, [], {LOADED: 32, "no_note": "slices open"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_starts_a_run_is_read(tmp_path, name):
+    """The devices, the base file and the command come from what the launcher says; what is not known is asked as it is."""
+    system, text, others, settings, wanted = FILES[name]
+    path = tmp_path / ("run.yaml" if text.startswith(("apiVersion", "{", "ici")) else "run.sh")
+    for file, content in {path.name: text, **others}.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(content)
+    if isinstance(wanted, str):
+        with pytest.raises(ConfigError, match=wanted):
+            check_file(path, system, settings)
+    else:
+        expect(check_file(path, system, settings), **wanted)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("launch.py", "a Python program"), ("README.md", "a text with commands in it")])
+def test_files_that_are_not_read_are_named(tmp_path, name, kind):
+    """A launcher in Python and a description say what they are, and to paste the command."""
+    (tmp_path / name).write_text(f"import os\nos.system('{SKYRL}')\n")
+    with pytest.raises(ConfigError, match=f"this is {kind}, which is not read; paste its command"):
+        check_file(tmp_path / name, "skyrl")
