@@ -138,19 +138,24 @@ def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
           1. no increment
           2. no steps
     """
+    if problems:
+        raise combine(problems, closing)
+
+
+def combine(problems: Sequence[RampupError], closing: str = "") -> RampupError:
+    """Return the error that `raise_together` raises about one or more problems."""
     flat = [part for problem in problems for part in problem.problems or (problem,)]
-    if not flat:
-        return
     if len(flat) == 1 and not closing:
-        raise flat[0]
+        return flat[0]
     text = f"{flat[0]}; {closing}"
     if len(flat) > 1:
         lines = [f"  {number}. {problem}" for number, problem in enumerate(flat[:MAX_LISTED], start=1)]
         more = [f"  and {len(flat) - MAX_LISTED:,} more"] if len(flat) > MAX_LISTED else []
         text = "\n".join([f"{len(flat)} problems:", *lines, *more, *([closing] if closing else [])])
     combined = copy.copy(flat[0])
-    combined.args, combined.problems = (text,), tuple(flat)
-    raise combined
+    combined.args = (text,)
+    combined.problems = tuple(flat)
+    return combined
 
 
 def a_type(value: object) -> str:

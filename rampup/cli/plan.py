@@ -11,11 +11,11 @@ from rich.console import Console
 
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
-from rampup.config.build import list_devices, possible_devices
+from rampup.config.resume import list_devices, possible_devices
 from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
-from rampup.plan.plan import token_budget
 from rampup.show.console import MAX_PHASES, print_budget, print_comparison, print_hyperparameters, print_plan, print_rollout
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.cli.plot import SOURCES, learning_rates, parse_inputs
 from rampup.config.build import with_slices
+from rampup.plan.describe import advice
 from rampup.plan.plan import RampPlan
 from rampup.rl import config as rl
 from rampup.show.report import Report, write_report
@@ -43,7 +44,7 @@ def gather_report(args: argparse.Namespace) -> Report:
         if inputs.config is None:
             raise common.usage_error("--from needs another system's file, not the folder of a run", key="from")
         verdict = check_file(inputs.config, args.system, inputs.overrides)
-        notes = verdict.plan.advice if isinstance(verdict.plan, RampPlan) else ()
+        notes = advice(verdict.plan) if isinstance(verdict.plan, RampPlan) else ()
         return Report(title=Path(inputs.config).name, plan=verdict.plan, notes=notes, verdict=verdict)
     run, file = None, inputs.file
     if file.is_file() and rl.is_rollout_file(file):
@@ -60,5 +61,5 @@ def gather_report(args: argparse.Namespace) -> Report:
         clock, planned = plan.learning_rate_clock, rates[plan.learning_rate_clock]
         had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
         rates[clock] = lambda step: had[step] if step in had else planned(step)
-    notes = [*plan.advice, *([] if topology is None else [common.describe_topology(topology)])]
+    notes = [*advice(plan), *([] if topology is None else [common.describe_topology(topology)])]
     return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run)

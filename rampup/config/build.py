@@ -1,11 +1,12 @@
-"""Builds the plan that a configuration describes, and that of a resumed run so that its global batches do not change."""
+"""Builds the plan that a configuration describes: mesh, split, ramp, evaluation and learning rate, one after the other.
+
+The first broken rule ends the build. Then `rampup.config.refusal` finds every broken rule and the nearest legal values.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -13,28 +14,18 @@ from typing import Any
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config, OptimizerKeys, RampKeys
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    PipelineShapeError,
-    RampDefinitionError,
-    RampupError,
-    ResumeMismatchError,
-    a_type,
-    raise_together,
-)
+from rampup.config.schema import Config, OptimizerKeys
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, a_type, raise_together
 from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
-from rampup.plan.numbers import AUTO, divisors, exact_fraction, nearest_in
-from rampup.plan.per_device import AUTO_SCHEDULE, auto_sizes, global_batch_size, ramp_from_config
+from rampup.plan.numbers import AUTO, divisors, exact_fraction
+from rampup.plan.per_device import AUTO_SCHEDULE, auto_sizes, global_batch_sizes, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp, parse_schedule
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.refusal import END, START, batch_error
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import Topology
-
-MAX_DEVICES_LISTED = 16
 
 
 def build_plan(
@@ -70,103 +61,229 @@ def build_plan(
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
-    problems: list[RampupError] = []
-    is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
-    # The assumed overhead of a pipeline tick, in samples, if it was not measured.
-    overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
+    resumed: dict[str, Any] = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
+    try:
+        return straight_plan(config, num_devices, **resumed)
+    except RampupError:
+        from rampup.config.refusal import explain
 
-    # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
-    # that is refused has no known number of replicas: the ramp is then checked without its splitter.
-    axes = splitter = plan = None
-    num_repeats = 1
-    with _collected(problems, config):
-        axes = mesh_axes(config, num_devices)
-    with _collected(problems, config):
-        if measured is not None:
-            overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
-    known = axes or MeshAxes()
-    with _collected(problems, config):
-        num_repeats = _num_repeats(config, known.pipeline)
-    with _collected(problems, config):
-        minimizes = measured is not None or config.rampup_microbatch == "per_phase"
-        splitter = BatchSplitter(
-            data_parallel_size=known.data_parallel_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            num_stages=known.pipeline,
-            num_repeats=num_repeats,
-            num_pipeline_microbatches=config.num_pipeline_microbatches,
-            rampup_microbatch=config.rampup_microbatch,
-            whole_batch=config.whole_batch,
-            microbatch_size=config.microbatch_size,
-            strict_multiple=config.pipeline_strict_multiple,
-            delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
-            tick_overhead=overhead if minimizes else None,
-            min_microbatches=2 if config.measure_gradient_noise and known.data == 1 else 1,
+        raise explain(config, num_devices, **resumed) from None
+
+
+def straight_plan(
+    config: Config,
+    num_devices: int,
+    *,
+    ramp: BatchRamp | None = None,
+    seesaw: Seesaw | None = None,
+    eval_size: int | None = None,
+    reserved_sizes: Sequence[int] | None = None,
+) -> RampPlan:
+    """Return the plan of `build_plan`, or raise the error about the first rule that is broken."""
+    axes = mesh_axes(config, num_devices)
+    overhead = tick_overhead(config)
+    splitter = make_splitter(config, axes, num_repeats(config, axes.pipeline), overhead)
+    if config.batch_size_schedule == AUTO_SCHEDULE and reserved_sizes is None:
+        reserved_sizes = sizes_to_reserve(config, num_devices, splitter)
+    if ramp is None:
+        ramp = make_ramp(config, num_devices, splitter, reserved_sizes)
+        if config.seesaw_factor is not None:
+            splitter.split(ramp.sizes)  # refuses planned batches too that no step has after the transform
+            seesaw = make_seesaw(config, ramp, splitter)
+            ramp = seesaw.ramp
+    if eval_size is None:
+        eval_size = eval_batch(config, num_devices, seesaw.base if seesaw else ramp, splitter)
+    plan = make_plan(
+        config,
+        num_devices,
+        axes=axes,
+        overhead=overhead,
+        splitter=splitter,
+        ramp=ramp,
+        seesaw=seesaw,
+        eval_size=eval_size,
+        reserved_sizes=reserved_sizes,
+    )
+    if config.measure_gradient_noise:
+        raise_together([*noise_problems(plan, plan.axes.data), *tied_head_problems(config, plan)])
+    return plan
+
+
+def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
+    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one.
+
+    Example:
+        >>> mesh_axes(Config(ici_tensor_parallelism=2), 8).data
+        4
+    """
+    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
+    return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
+
+
+def tick_overhead(config: Config) -> Fraction:
+    """Return the fixed cost of a pipeline tick in samples: as measured, or as assumed."""
+    measured = config.pipeline_tick_overhead
+    if measured is None:
+        return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
+    return exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
+
+
+def num_repeats(config: Config, num_stages: int) -> int:
+    """Return the layer chunks of a pipeline stage."""
+    num_layers = config.base_num_decoder_layers
+    repeats = config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
+    if per_stage == AUTO:
+        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
+    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+
+
+def make_splitter(config: Config, axes: MeshAxes, repeats: int, overhead: Fraction) -> BatchSplitter:
+    """Return the rule that splits every batch of a run."""
+    minimizes = config.pipeline_tick_overhead is not None or config.rampup_microbatch == "per_phase"
+    return BatchSplitter(
+        data_parallel_size=axes.data_parallel_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_stages=axes.pipeline,
+        num_repeats=repeats,
+        num_pipeline_microbatches=config.num_pipeline_microbatches,
+        rampup_microbatch=config.rampup_microbatch,
+        whole_batch=config.whole_batch,
+        microbatch_size=config.microbatch_size,
+        strict_multiple=config.pipeline_strict_multiple,
+        delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
+        tick_overhead=overhead if minimizes else None,
+        min_microbatches=2 if config.measure_gradient_noise and axes.data == 1 else 1,
+    )
+
+
+def sizes_to_reserve(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
+    """Return the sizes of `batch_size_schedule: auto`."""
+    factor = num_devices * config.gradient_accumulation_steps
+    unfixed = replace(splitter, microbatch_size=AUTO)
+    start = global_batch_sizes({START: config.per_device_batch_size_start}, factor, unfixed)
+    largest = global_batch_sizes({END: config.per_device_batch_size}, factor, unfixed)
+    return auto_sizes(start[START], largest[END])
+
+
+def make_ramp(
+    config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None
+) -> BatchRamp:
+    """Return the ramp. With a splitter, sizes per device must be legal for it; `RampPlan` checks global ones."""
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        assert reserved_sizes is not None
+        return BatchRamp.constant(reserved_sizes[0])
+    unfixed = None if splitter is None else replace(splitter, microbatch_size=AUTO)
+    return ramp_from_config(config, num_devices, budget=budget_samples(config), splitter=unfixed)
+
+
+def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
+    """Return the transform of the planned ramp and learning rate."""
+    assert config.seesaw_factor is not None
+    schedule = config.learning_rate_schedule_steps
+
+    def rate(progress: float) -> float:
+        done = decay_progress(
+            progress,
+            kind=config.lr_schedule_type,
+            warmup_fraction=config.warmup_steps_fraction,
+            decay_fraction=config.wsd_decay_steps_fraction,
+            decay_style=config.wsd_decay_style,
         )
-    with _collected(problems, config):
-        if is_auto and reserved_sizes is None and splitter:
-            reserved_sizes = _auto_sizes(config, num_devices, splitter)
-        if ramp is None and not (is_auto and reserved_sizes is None):
-            ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
-            if config.seesaw_factor is not None and splitter is not None:
-                total = math.ceil(budget or ramp.samples_before(config.total_steps or 0))
-                seesaw = _seesaw(config.ramp, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
-                ramp = seesaw.ramp
-    eval_problems: list[RampupError] = []
-    if eval_size is None and axes and splitter and (config.eval_per_device_batch_size > 0 or not problems):
-        with _collected(eval_problems, config):
-            eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
-    closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
-    refused = any(isinstance(problem, BatchDivisibilityError) for problem in [*problems, *eval_problems])
-    if axes and splitter and ramp is None and refused:
-        closing = _devices_of_schedule(config, num_devices)
-    if problems:
-        raise_together([*problems, *eval_problems], closing)
-    assert axes is not None
-    assert splitter is not None
-    assert ramp is not None
+        return float(1 - (1 - config.learning_rate_final_fraction) * done)
 
+    total = math.ceil(budget_samples(config) or base.samples_before(config.total_steps or 0))
+    length = total if schedule == AUTO else base.samples_before(schedule)
+    return Seesaw(
+        base=base,
+        cuts=discretize(rate, factor=config.seesaw_factor, total_samples=length),
+        max_batch_size=config.seesaw_max_batch_size,
+        multiple=splitter.unit,
+        total_samples=total,
+        schedule_samples=length,
+        exponent=1.0 if config.opt_type == "sgd" else 0.5,
+    )
+
+
+def eval_batch(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
+    """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
+    key = "eval_per_device_batch_size"
+    size = config.eval_per_device_batch_size
+    rule = splitter.for_eval()
+    try:
+        if size == 0 and config.batch_size_schedule is not None and ramp is not None:
+            # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
+            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
+            if not rule.allows(whole):
+                raise batch_error(rule, whole, "evaluation, the last phase without accumulation", key=key)
+            return whole
+        return global_batch_sizes({key: size or config.per_device_batch_size}, num_devices, rule)[key]
+    except BatchDivisibilityError:
+        if size == 0 and config.eval_interval == AUTO:
+            return None
+        raise
+
+
+def make_plan(
+    config: Config,
+    num_devices: int,
+    *,
+    axes: MeshAxes,
+    overhead: Fraction,
+    splitter: BatchSplitter,
+    ramp: BatchRamp,
+    seesaw: Seesaw | None,
+    eval_size: int | None,
+    reserved_sizes: Sequence[int] | None,
+) -> RampPlan:
+    """Return the plan of these parts, with the length of the run and its hyperparameters."""
     if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
         most = pipeline_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
         rules = (replace(splitter, num_repeats=number) for number in divisors(most))
         splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
-
-    def steps_of(steps: int) -> int:
-        """Return the steps of the run for steps of the planned ramp: with Seesaw, those that consume the same samples."""
-        return steps if seesaw is None else ramp.step_of_sample(seesaw.base.samples_before(steps) - 1) + 1
-
-    steps, schedule = config.total_steps, config.learning_rate_schedule_steps
-    problems += eval_problems
-    with _collected(problems, config):
-        plan = RampPlan(
-            ramp=ramp,
-            splitter=splitter,
-            num_devices=num_devices,
-            axes=axes,
-            total_steps=ramp.step_of_sample(math.ceil(budget or 1) - 1) + 1 if steps is None else steps_of(steps),
-            eval_global_batch_size=eval_size,
-            learning_rate_batch_scaling=config.batch_rule[0],
-            learning_rate_clock=config.learning_rate_clock,
-            learning_rate_schedule_steps=None if schedule == AUTO else steps_of(schedule),
-            expansion_factor_real_data=config.expansion_factor_real_data,
-            assumed_tick_overhead=overhead,
-            reference_batch_size=config.batch_scaling_reference,
-            seesaw=seesaw,
-            reserved_sizes=tuple(reserved_sizes or ()),
-            auto_schedule=config.auto_schedule if is_auto else None,
-        )
-        hyperparameters(config, plan)
-    raise_together(problems)
-    assert plan is not None
-    if config.measure_gradient_noise:
-        with _collected(problems, config):
-            raise_together(noise_problems(plan, plan.axes.data))
-        if plan.splitter.num_stages > 1 and config.logits_via_embedding:
-            rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
-            reason = "the first and the last stage each have a part of the gradient of a tied embedding"
-            problems.append(ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)))
-        raise_together(problems)
+    # The steps of a configuration are those of the planned ramp. With Seesaw, others consume the same samples.
+    run = config.total_steps
+    schedule = None if config.learning_rate_schedule_steps == AUTO else config.learning_rate_schedule_steps
+    if seesaw is not None:
+        run = None if run is None else seesaw.steps_of(run)
+        schedule = None if schedule is None else seesaw.steps_of(schedule)
+    rate_scaling, adam = config.batch_rule
+    plan = RampPlan(
+        ramp=ramp,
+        splitter=splitter,
+        num_devices=num_devices,
+        axes=axes,
+        total_steps=ramp.step_of_sample(math.ceil(budget_samples(config) or 1) - 1) + 1 if run is None else run,
+        eval_global_batch_size=eval_size,
+        learning_rate_batch_scaling=rate_scaling,
+        learning_rate_clock=config.learning_rate_clock,
+        learning_rate_schedule_steps=schedule,
+        expansion_factor_real_data=config.expansion_factor_real_data,
+        assumed_tick_overhead=overhead,
+        reference_batch_size=config.batch_scaling_reference,
+        seesaw=seesaw,
+        reserved_sizes=tuple(reserved_sizes or ()),
+        auto_schedule=config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None,
+    )
+    if adam.is_active:
+        hyperparameters(config, plan)  # a rule can give a value that is no decay rate
     return plan
+
+
+def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
+    """Return the predicted time of a step in the last phase."""
+    *_, last = splitter.split(ramp.sizes)
+    shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
+    m, b = last.num_pipeline_microbatches, last.microbatch_size
+    return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
+
+
+def tied_head_problems(config: Config, plan: RampPlan) -> Iterator[RampupError]:
+    """Yield the error about a head whose gradient noise no stage can measure."""
+    if plan.splitter.num_stages > 1 and config.logits_via_embedding:
+        rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
+        reason = "the first and the last stage each have a part of the gradient of a tied embedding"
+        yield ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,))
 
 
 def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:
@@ -208,33 +325,6 @@ def budget_samples(config: Config) -> Fraction | None:
     return None if config.train_samples is None else Fraction(config.train_samples)
 
 
-def _seesaw(keys: RampKeys, optimizer: OptimizerKeys, base: BatchRamp, *, total_samples: int, multiple: int) -> Seesaw:
-    """Return the transform of the planned ramp and learning rate."""
-    assert keys.seesaw_factor is not None
-    schedule = optimizer.learning_rate_schedule_steps
-
-    def rate(progress: float) -> float:
-        done = decay_progress(
-            progress,
-            kind=optimizer.lr_schedule_type,
-            warmup_fraction=optimizer.warmup_steps_fraction,
-            decay_fraction=optimizer.wsd_decay_steps_fraction,
-            decay_style=optimizer.wsd_decay_style,
-        )
-        return float(1 - (1 - optimizer.learning_rate_final_fraction) * done)
-
-    length = total_samples if schedule == AUTO else base.samples_before(schedule)
-    return Seesaw(
-        base=base,
-        cuts=discretize(rate, factor=keys.seesaw_factor, total_samples=length),
-        max_batch_size=keys.seesaw_max_batch_size,
-        multiple=multiple,
-        total_samples=total_samples,
-        schedule_samples=length,
-        exponent=1.0 if optimizer.opt_type == "sgd" else 0.5,
-    )
-
-
 def with_slices(config: Config, topology: Topology | None) -> Config:
     """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one.
 
@@ -248,263 +338,3 @@ def with_slices(config: Config, topology: Topology | None) -> Config:
             rule = f"{key}={number}, but topology={topology.name} has {has}"
             raise ConfigError(rule, key=key, nearest=(has, AUTO))
     return config if topology.num_slices == 1 else replace(config, num_slices=topology.num_slices)
-
-
-@contextlib.contextmanager
-def _collected(problems: list[RampupError], config: Config) -> Iterator[None]:
-    """Append the errors of a block to a list, each with the place its key was set and with only the values a file can have."""
-    try:
-        yield
-    except RampupError as error:
-        for problem in error.problems or (error,):
-            keys = [problem.key or ""]
-            if keys == ["num_devices"] and config.num_devices == AUTO:
-                # The number of devices is that of the caller or of the machine; what was written are the axes.
-                keys = [name for name in KEYS if name.endswith("_parallelism") and name in str(problem)]
-            if places := [f"{key}: {place}" for key in keys if (place := config.where(key)) != "default"]:
-                problem.args = (f"{problem} [{', '.join(places)}]",)
-            # The values offered for a schedule are sizes, not schedules.
-            if problem.key in KEYS and problem.key != "batch_size_schedule":
-                problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
-            problems.append(problem)
-
-
-def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
-    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one.
-
-    Example:
-        >>> mesh_axes(Config(ici_tensor_parallelism=2), 8).data
-        4
-    """
-    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
-    return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
-
-
-def _num_repeats(config: Config, num_stages: int) -> int:
-    num_layers, repeats = config.base_num_decoder_layers, config.num_pipeline_repeats
-    per_stage = config.num_layers_per_pipeline_stage
-    if per_stage == AUTO:
-        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
-    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
-
-
-def _auto_sizes(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
-    """Return the sizes of `batch_size_schedule: auto`."""
-    unfixed, factor = replace(splitter, microbatch_size=AUTO), config.gradient_accumulation_steps
-    start, largest = (
-        global_batch_size(
-            getattr(config, key), num_devices=num_devices, gradient_accumulation_steps=factor, key=key, splitter=unfixed
-        )
-        for key in ("per_device_batch_size_start", "per_device_batch_size")
-    )
-    return auto_sizes(start, largest)
-
-
-def _devices_of_schedule(config: Config, num_devices: int) -> str:
-    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
-    if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
-        return ""
-    with contextlib.suppress(RampupError):
-        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config))
-        numbers = _numbers_that_can(config, ramp, num_devices, functools.partial(build_plan, config, ramp=ramp))
-        return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
-    return ""
-
-
-def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
-    """Return the predicted time of a step in the last phase."""
-    *_, last = splitter.split(ramp.sizes)
-    shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
-    m, b = last.num_pipeline_microbatches, last.microbatch_size
-    return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
-
-
-def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None) -> BatchRamp:
-    """Return the ramp. With a splitter, each size can be split, also those that `batch_size_schedule: auto` reserves."""
-    schedule, length = config.batch_size_schedule, config.max_target_length
-    budget, unfixed = budget_samples(config), splitter and replace(splitter, microbatch_size=AUTO)
-    ramp, problems = None, list[RampupError]()
-    if schedule == AUTO_SCHEDULE:
-        assert reserved_sizes is not None
-        ramp = BatchRamp.constant(reserved_sizes[0])
-        sizes = [(size, "batch_size_schedule: auto") for size in reserved_sizes]
-    else:
-        try:
-            ramp = ramp_from_config(config, num_devices, budget=budget, splitter=unfixed)
-            sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
-        except RampDefinitionError as error:
-            if splitter is None or schedule is None or config.enable_rampup_batch_size:
-                raise
-            problems, sizes = [error], []
-    if splitter is None or unfixed is None:
-        assert ramp is not None
-        return ramp
-
-    scheduled = None if schedule == AUTO_SCHEDULE else schedule
-    if scheduled is not None and not (ramp and all(map(splitter.allows, ramp.sizes))):
-        # A schedule in the wrong order still has sizes to check. No step reaches a size that is jumped over; once the other
-        # sizes are fixed, a step may.
-        used, state = {size for size, _ in sizes}, ", jumped over" if ramp else ""
-        tokens = config.batch_size_schedule_unit == "tokens"
-        with contextlib.suppress(RampDefinitionError):
-            entries = parse_schedule(scheduled, sequence_length=length if tokens else None, budget=budget)
-            sizes += [(size, f"from sample {at:,}{state}") for at, size in entries if size > 0 and size not in used]
-    key = None if scheduled is None else "batch_size_schedule"
-    refused = [problem for size, where in sizes if (problem := splitter.problem(size, where, key=key))]
-    fixed, numbers = splitter.microbatch_size, [size for size, _ in sizes]
-    if refused and fixed != AUTO and scheduled is not None:
-        # A smaller microbatch changes the batches least.
-        near = [min((abs(legal - size), legal) for legal in unfixed.nearest(size))[1] for size in numbers]
-        smaller = [n for n in unfixed.legal_microbatches(near) if n < fixed][-1:]
-        if smaller and not all(map(splitter.allows, near)):
-            for problem in refused:
-                problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
-                problem.alternatives = {"microbatch_size": tuple(smaller)}
-    elif refused and fixed != AUTO and all(map(unfixed.allows, numbers)):
-        legal = unfixed.legal_microbatches(numbers)
-        nearest = nearest_in(fixed, legal)
-        rule = f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase"
-        text = f"{rule}; nearest: {', '.join(map(str, nearest))} ({refused[0]})"
-        raise BatchDivisibilityError(text, value=fixed, divisor=max(legal), key="microbatch_size", nearest=nearest)
-    raise_together([*problems, *refused])
-    assert ramp is not None
-    return ramp
-
-
-def _eval_size(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
-    """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
-    key, size, rule = "eval_per_device_batch_size", config.eval_per_device_batch_size, splitter.for_eval()
-    try:
-        if size == 0 and config.batch_size_schedule is not None and ramp is not None:
-            # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
-            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
-            if problem := rule.problem(whole, "evaluation, the last phase without accumulation", key=key):
-                raise problem
-            return whole
-        per_device = size or config.per_device_batch_size
-        return global_batch_size(per_device, num_devices=num_devices, gradient_accumulation_steps=1, key=key, splitter=rule)
-    except BatchDivisibilityError:
-        if size == 0 and config.eval_interval == AUTO:
-            return None
-        raise
-
-
-def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
-    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
-    return {
-        "ramp": plan.ramp.to_rows(),
-        "ramp_keys": ramp_keys(config),
-        "num_devices": plan.num_devices,
-        "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
-        "eval_global_batch_size": plan.eval_global_batch_size,
-        **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
-        **({"reserved_sizes": list(plan.reserved_sizes)} if plan.reserved_sizes else {}),
-    }
-
-
-def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
-    """Return the plan of a resumed run.
-
-    If the keys that define the ramp are unchanged, so are the batches, also on another number of devices. If they define
-    another ramp, `on_plan_change` decides.
-
-    Args:
-        config: the configuration of the resumed run.
-        num_devices: its number of devices.
-        record: the `ramp_record` in the checkpoint, and the checkpoint's `step`.
-
-    Raises:
-        ResumeMismatchError: a global batch cannot be split here (the error gives the nearest numbers of devices that can), or
-            the ramp is another one (the error shows both).
-    """
-    before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
-    old: dict[str, str | None] = record["ramp_keys"]
-    if now == old:
-        plan_for = _same_batches(config, before, record)
-        try:
-            return plan_for(num_devices)
-        except (BatchDivisibilityError, PipelineShapeError) as error:
-            was = record["num_devices"]
-            numbers = _numbers_that_can(config, before, was, plan_for)
-            text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
-            text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
-            raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
-    plan = build_plan(config, num_devices)
-    if plan.ramp.fingerprint == before.fingerprint:
-        return plan
-    if config.on_plan_change == "continue_by_samples":
-        # A batch that follows the noise stays as it is, and grows to the new sizes.
-        follows = config.batch_size_schedule == AUTO_SCHEDULE and "reserved_sizes" in record
-        ramp = before if follows else before.spliced_at(record["step"], plan.ramp)
-        seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
-        return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
-    # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
-    names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
-    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
-    rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
-    fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
-    text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
-    raise ResumeMismatchError(text, key="on_plan_change", nearest=("continue_by_samples",))
-
-
-def ramp_keys(config: Config) -> dict[str, str | None]:
-    """Return the keys that define the ramp, as text.
-
-    The length of the run is among them only if the ramp depends on it, and the learning-rate schedule only with Seesaw.
-    """
-    names = set(RAMP_KEYS) - set(BUDGET_KEYS)
-    if config.batch_size_schedule == AUTO_SCHEDULE:
-        names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
-    if config.seesaw_factor is not None:
-        names |= {*BUDGET_KEYS, "max_target_length", "opt_type", "lr_schedule_type", "learning_rate_schedule_steps"}
-        names |= {"warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction", "wsd_decay_style"}
-    elif "%" in (config.batch_size_schedule or ""):
-        names |= {*BUDGET_KEYS} - {"steps"}
-    return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
-
-
-def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) -> Callable[[int], RampPlan]:
-    """Return the function from a number of devices to the plan with the batches of a record."""
-    same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
-    eval_size = record["eval_global_batch_size"] if same_eval else None
-    seesaw = Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
-    reserved = record.get("reserved_sizes")
-    return functools.partial(build_plan, config, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
-
-
-def possible_devices(config: Config, plan: RampPlan) -> list[int]:
-    """Return the numbers of devices on which a run can continue with the batches of a plan: each can split every one of them.
-
-    If the configuration leaves an axis open that does not shard the batch, larger ones are left out.
-
-    Example:
-        >>> config = Config(batch_size_schedule="0:8 80:24", eval_interval=-1)
-        >>> possible_devices(config, build_plan(config, 4))
-        [1, 2, 4, 8]
-    """
-    plan_for = _same_batches(config, plan.ramp, ramp_record(config, plan))
-    return _numbers_that_can(config, plan.ramp, plan.num_devices, plan_for)
-
-
-def list_devices(numbers: Sequence[int]) -> str:
-    """Return numbers of devices as text, of many only the first and the last."""
-    shown = [f"{number:,}" for number in numbers]
-    if len(shown) > MAX_DEVICES_LISTED:
-        shown = [*shown[: MAX_DEVICES_LISTED - 2], "...", shown[-1]]
-    return ", ".join(shown) or "none"
-
-
-def _numbers_that_can(config: Config, ramp: BatchRamp, num_devices: int, plan_for: Callable[[int], RampPlan]) -> list[int]:
-    """Return the numbers of devices for which there is a plan of a ramp, in ascending order."""
-    sizes = {f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES}
-    known = math.prod(getattr(config, key) for key in sizes if getattr(config, key) != AUTO)
-    # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
-    factors = divisors(math.gcd(*ramp.sizes))
-    if any(getattr(config, key) == AUTO and axis not in ("data", "fsdp") for key, axis in sizes.items()):
-        factors = list(range(1, 4 * num_devices // known + 1))
-    found = []
-    for number in [known * factor for factor in factors]:
-        with contextlib.suppress(RampupError):
-            plan_for(number)
-            found.append(number)
-    return found

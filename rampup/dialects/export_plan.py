@@ -131,7 +131,7 @@ def _export_maxtext(run: _Run) -> Exported:
     }
     if plan.schedule_steps != plan.total_steps:
         values["learning_rate_schedule_steps"] = plan.schedule_steps
-    if plan.loading is not None:
+    if plan.expansion_factor_real_data > 0:
         values["expansion_factor_real_data"] = to_yaml_number(plan.expansion_factor_real_data)
     for axis, slices in zip(AXES, plan.axes.slices, strict=True):
         values |= {f"ici_{axis}_parallelism": getattr(plan.axes, axis) // slices, f"dcn_{axis}_parallelism": slices}

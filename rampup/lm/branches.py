@@ -33,8 +33,8 @@ from rampup.batch_size.critical import (
 )
 from rampup.batch_size.design_model import format_schedule
 from rampup.batch_size.noise_scale import NoiseEstimate, measured_noise
-from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
+from rampup.config.resume import plan_to_resume
 from rampup.config.schema import Config
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
@@ -71,6 +71,7 @@ from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.numbers import finite_or_none, nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.refusal import batch_error
 
 # Nats by which a larger batch may be worse, as in the paper.
 DEFAULT_TOLERANCE = 0.01
@@ -272,8 +273,8 @@ class _Branches:
         self.window = window = BranchWindow.of(batch, multiples, samples)
         splitter = replace(run_plan.splitter, **_OWN_SPLITS)
         for multiple, size in zip(window.multiples, window.sizes, strict=True):
-            if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
-                raise problem
+            if not splitter.allows(size):
+                raise batch_error(splitter, size, f"multiple {multiple} of the run's batch", key="multiples")
         # Microbatches are as large as those of the run if they divide all batches.
         legal = splitter.legal_microbatches(window.sizes)
         fitting = max((size for size in legal if size <= position.split.microbatch_size), default=legal[0])

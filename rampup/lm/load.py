@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rampup.config.build import plan_to_resume
 from rampup.config.key import Settings
 from rampup.config.load import load_config
+from rampup.config.resume import plan_to_resume
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError

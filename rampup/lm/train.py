@@ -24,7 +24,8 @@ from jax.sharding import Mesh
 from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.hyperparameters import adam_constants
 from rampup.batch_size.noise_scale import default_half_life
-from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
+from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
+from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources

@@ -129,7 +129,8 @@ def clock_segments(
         starts |= {ramp.step_of_sample(cut.sample - 1) + 1 for cut in seesaw.cuts}
     segments = []
     for step in sorted(starts):
-        sample, size = ramp.samples_before(step), ramp.global_batch_size_at(step)
+        sample = ramp.samples_before(step)
+        size = ramp.phase_at(step).global_batch_size
         base = size if seesaw is None else seesaw.base.phase_of_sample(sample).global_batch_size
         growth = 1.0 if seesaw is None else float((size / base) ** seesaw.exponent)
         segment = ClockSegment(
@@ -219,6 +220,10 @@ class Seesaw:
         """Return the planned rate at a sample, relative to its peak."""
         index = bisect.bisect_right(self.cuts, sample, key=lambda cut: cut.sample)
         return self.cuts[index - 1].level if index else 1.0
+
+    def steps_of(self, planned_steps: int) -> int:
+        """Return the steps of `ramp` that consume the samples of so many steps of the planned ramp."""
+        return self.ramp.step_of_sample(self.base.samples_before(planned_steps) - 1) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the ramp."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, combine
 from rampup.plan.numbers import AUTO, nearest_multiples
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
@@ -84,27 +84,12 @@ class MeshAxes:
         """
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
-        raise_together([*_check_group("ici", ici), *_check_group("dcn", dcn)])
+        if problems := [*_check_group("ici", ici), *_check_group("dcn", dcn)]:
+            raise combine(problems)
         try:
             return cls(**_infer(num_devices, num_slices, ici, dcn))
         except BatchDivisibilityError as error:
-            candidates, key = [*error.nearest], error.key
-            if key == "num_devices":
-                slices = _known_product(dcn) if num_slices == AUTO else num_slices
-                candidates += nearest_multiples(num_devices, _known_product(ici) * slices)
-
-            def is_legal(value: Any) -> bool:
-                """Return whether all sizes would fit with another value of the key."""
-                groups = ("ici", ici), ("dcn", dcn)
-                changed = [{a: value if _key(g, a) == key else size for a, size in sizes.items()} for g, sizes in groups]
-                try:
-                    _infer(value if key == "num_devices" else num_devices, num_slices, *changed)
-                except BatchDivisibilityError:
-                    return False
-                return True
-
-            # `_infer` proposes values by one condition each. Only those with which all conditions hold are offered.
-            error.nearest = tuple(filter(is_legal, candidates))
+            error.nearest = _legal_values(error, num_devices, num_slices, ici, dcn)
             raise
 
 
@@ -115,10 +100,13 @@ def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mappi
         if AUTO in ici.values() or AUTO not in dcn.values():
             num_slices = _known_product(dcn)
         else:
-            num_slices = _divide(num_devices, _known_product(ici), "num_devices", _product("ici", ici))
-    devices_per_slice = _divide(num_devices, num_slices, "num_devices", "the number of slices")
-    what = f"devices per slice (num_devices={num_devices} / {num_slices} slices)"
-    within = _infer_group(ici, devices_per_slice, "ici", what)
+            known = _known_product(ici)
+            if num_devices % known:
+                raise _remainder_error("num_devices", num_devices, _product("ici", ici), known)
+            num_slices = num_devices // known
+    if num_devices % num_slices:
+        raise _remainder_error("num_devices", num_devices, "the number of slices", num_slices)
+    within = _infer_group(ici, num_devices // num_slices, "ici", f"devices per slice ({num_devices=} / {num_slices} slices)")
     between = _infer_group(dcn, num_slices, "dcn", "the number of slices")
     sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}
     return sizes | {"slices": tuple(between[axis] for axis in AXES)}
@@ -129,11 +117,12 @@ def _known_product(sizes: Mapping[str, int]) -> int:
 
 
 def _check_group(group: str, sizes: Mapping[str, int]) -> Iterator[RampupError]:
-    for key, size in ((_key(group, axis), size) for axis, size in sizes.items()):
+    for axis, size in sizes.items():
         if size < 1 and size != AUTO:
+            key = _key(group, axis)
             yield ConfigError(f"{key}={size} must be -1 (the rest) or at least 1", key=key, nearest=(-1, 1))
-    automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
-    if len(automatic) > 1:
+    if list(sizes.values()).count(AUTO) > 1:
+        automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
         text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
         yield ConfigError(text, key=automatic[1], nearest=(1,))
 
@@ -141,8 +130,9 @@ def _check_group(group: str, sizes: Mapping[str, int]) -> Iterator[RampupError]:
 def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
     known = _known_product(sizes)
     if AUTO in sizes.values():
-        rest = _divide(total, known, what, _product(group, sizes))
-        return {axis: rest if size == AUTO else size for axis, size in sizes.items()}
+        if total % known:
+            raise _remainder_error(what, total, _product(group, sizes), known)
+        return {axis: total // known if size == AUTO else size for axis, size in sizes.items()}
     if known != total:
         # The key of a single change that fixes the group, with its value; otherwise the first key that is set.
         first = next((axis for axis in sizes if sizes[axis] != 1), "data")
@@ -154,11 +144,31 @@ def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) ->
     return dict(sizes)
 
 
-def _divide(total: int, part: int, what: str, parts: str) -> int:
-    if total % part:
-        rule = f"{what}={total} must be a multiple of {parts} = {part}"
-        raise BatchDivisibilityError(rule, value=total, divisor=part, key="num_devices", nearest=())
-    return total // part
+def _legal_values(
+    error: BatchDivisibilityError, num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]
+) -> tuple[Any, ...]:
+    """Return the values of an error's key with which all sizes fit. `_infer` proposes those that meet one condition."""
+    key = error.key
+    candidates = [*error.nearest]
+    if key == "num_devices":
+        slices = _known_product(dcn) if num_slices == AUTO else num_slices
+        candidates += nearest_multiples(num_devices, _known_product(ici) * slices)
+
+    def is_legal(value: Any) -> bool:
+        groups = ("ici", ici), ("dcn", dcn)
+        changed = [{a: value if _key(g, a) == key else size for a, size in sizes.items()} for g, sizes in groups]
+        try:
+            _infer(value if key == "num_devices" else num_devices, num_slices, *changed)
+        except BatchDivisibilityError:
+            return False
+        return True
+
+    return tuple(filter(is_legal, candidates))
+
+
+def _remainder_error(what: str, total: int, parts: str, part: int) -> BatchDivisibilityError:
+    rule = f"{what}={total} must be a multiple of {parts} = {part}"
+    return BatchDivisibilityError(rule, value=total, divisor=part, key="num_devices", nearest=())
 
 
 def _product(group: str, sizes: Mapping[str, int]) -> str:

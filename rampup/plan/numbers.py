@@ -104,9 +104,8 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
         >>> exact_fraction(0.1, what="per_device_batch_size") * 10
         Fraction(1, 1)
     """
-    problem = RampDefinitionError(f"{what}={value!r} is not a number; write for instance 4, 0.5 or 1/3", key=key)
     if isinstance(value, bool):
-        raise problem
+        raise _no_number(value, what, key)
     if isinstance(value, Fraction):
         result = value
     else:
@@ -115,15 +114,23 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
         try:
             decimals = [Decimal(numerator)] + ([Decimal(denominator)] if slash else [])
         except InvalidOperation:
-            raise problem from None
+            raise _no_number(value, what, key) from None
         if any(not number.is_finite() or abs(number.adjusted()) > 18 for number in decimals if number != 0):
-            raise RampDefinitionError(f"{what}={value!r} is out of range; the largest size is 10**18", key=key)
+            raise _out_of_range(value, what, key)
         if slash and decimals[1] == 0:
-            raise problem
+            raise _no_number(value, what, key)
         result = Fraction(decimals[0]) / (Fraction(decimals[1]) if slash else 1)
     if abs(result) > MAX_COUNT:
-        raise RampDefinitionError(f"{what}={value!r} is out of range; the largest size is 10**18", key=key)
+        raise _out_of_range(value, what, key)
     return result
+
+
+def _no_number(value: object, what: str, key: str | None) -> RampDefinitionError:
+    return RampDefinitionError(f"{what}={value!r} is not a number; write for instance 4, 0.5 or 1/3", key=key)
+
+
+def _out_of_range(value: object, what: str, key: str | None) -> RampDefinitionError:
+    return RampDefinitionError(f"{what}={value!r} is out of range; the largest size is 10**18", key=key)
 
 
 def plain_number(value: Fraction) -> int | float:

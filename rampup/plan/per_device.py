@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Self
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, choice_error, combine
+from rampup.plan.numbers import exact_fraction, to_yaml_number
 from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
+from rampup.plan.refusal import END, INCREMENT, START, growth_error, size_errors
 from rampup.plan.split import BatchSplitter
 
 if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
 
-START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
 SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
 
@@ -68,100 +69,51 @@ def ramp_from_config(
             raise choice_error("batch_size_schedule_unit", unit, SCHEDULE_UNITS)
         length = getattr(config, "max_target_length", None) if unit == "tokens" else None
         return BatchRamp.from_schedule(schedule, sequence_length=length, budget=budget)
-    values = {name: getattr(config, name) for name in ((START, INCREMENT, END) if linear else (END,))}
-    sizes = _Sizes(values, num_devices * getattr(config, "gradient_accumulation_steps", 1), splitter)
+    factor = num_devices * getattr(config, "gradient_accumulation_steps", 1)
+    names = (START, INCREMENT, END) if linear else (END,)
+    sizes = global_batch_sizes({name: getattr(config, name) for name in names}, factor, splitter)
     if not linear:
-        return BatchRamp.constant(sizes.samples(END))
+        return BatchRamp.constant(sizes[END])
     given = getattr(config, SAMPLES)
     samples = exact_fraction("null" if given is None else given, what=SAMPLES, key=SAMPLES)
     if samples < 1 or samples.denominator != 1:
-        rule, fix = "must be a whole number of at least 1", "for no ramp set enable_rampup_batch_size: false"
+        rule = "must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false"
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
-        raise RampDefinitionError(f"{SAMPLES}={_format(samples)} {rule}; {fix}", key=SAMPLES, nearest=nearest)
+        raise RampDefinitionError(f"{SAMPLES}={to_yaml_number(samples)} {rule}", key=SAMPLES, nearest=nearest)
     # A whole number of increments leads from the start to the end.
-    start, increment, end = (sizes.values[key] for key in (START, INCREMENT, END))
-    if end <= start:
-        rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
-        fix = "for a decreasing batch size use batch_size_schedule"
-        raise RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
-    if (end - start) % increment:
-        increments, ends = sizes.legal(INCREMENT), sizes.legal(END)
-        span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
-        fix = f"nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} {_format(increments, ' or ')}"
-        rule = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; {fix}"
-        problem = RampDefinitionError(rule, key=END, nearest=[to_yaml_number(n) for n in ends])
-        others = {INCREMENT: increments, START: sizes.legal(START)}
-        problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
-        raise problem
-    check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
+    growth = sizes[END] - sizes[START]
+    if growth <= 0 or growth % sizes[INCREMENT]:
+        raise growth_error(sizes, factor, splitter)
+    check_num_phases(growth // sizes[INCREMENT] + 1, key=INCREMENT)
     return BatchRamp.linear(
-        start=sizes.samples(START),
-        increment=sizes.samples(INCREMENT),
-        end=sizes.samples(END),
+        start=sizes[START],
+        increment=sizes[INCREMENT],
+        end=sizes[END],
         samples=int(samples),
         carry_overshoot=getattr(config, "rampup_carry_overshoot", False),
     )
 
 
-def global_batch_size(
-    per_device: object, *, num_devices: int, gradient_accumulation_steps: int, key: str, splitter: BatchSplitter | None = None
-) -> int:
-    """Return devices * size per device * G, which must be a whole number and, with a splitter, a legal size for it.
+def global_batch_sizes(values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None) -> dict[str, int]:
+    """Return the global batch of each size per device, by key.
+
+    Args:
+        values: the sizes per device of one ramp, by key.
+        factor: a global batch is a size times this number, num_devices * gradient_accumulation_steps.
+        splitter: if given, global batches must be legal for it.
+
+    Raises:
+        RampDefinitionError, BatchDivisibilityError: a size is no positive number, or gives no legal batch. One error has all.
 
     Example:
-        >>> global_batch_size(0.5, num_devices=8, gradient_accumulation_steps=1, key="per_device_batch_size")
-        4
+        >>> global_batch_sizes({"per_device_batch_size": 0.5}, factor=8)
+        {'per_device_batch_size': 4}
     """
-    return _Sizes({key: per_device}, num_devices * gradient_accumulation_steps, splitter).samples(key)
-
-
-class _Sizes:
-    """The per-device sizes by key as exact fractions, checked. A size times `factor`, num_devices * G, is a global batch."""
-
-    def __init__(self, values: dict[str, object], factor: int, splitter: BatchSplitter | None) -> None:
-        self.factor = factor
-        # Every size must be a multiple of `step`, so that its global batch is a multiple of the splitter's unit.
-        unit = 1 if splitter is None else splitter.unit
-        self.step = Fraction(unit, factor)
-        rule = "a whole number of samples"
-        if splitter is not None and unit > 1:
-            rule += f" and a multiple of {splitter.unit_rule}"
-        self.values = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
-        problems: list[RampupError] = []
-        for key, value in self.values.items():
-            nearest = self.legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
-            offered = [to_yaml_number(n) for n in nearest]
-            if value <= 0:
-                text = f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}"
-                problems.append(RampDefinitionError(text, key=key, nearest=offered))
-            elif value % self.step:
-                samples = f"{_format(value * factor)} samples (num_devices * gradient_accumulation_steps = {factor})"
-                text = f"{key}={_format(value)} gives {samples}, which must be {rule}; nearest {key}: {_format(nearest)}"
-                number = math.floor(value * factor)
-                problems.append(BatchDivisibilityError(text, value=number, divisor=unit, key=key, nearest=offered))
-        raise_together(problems)
-
-    def samples(self, key: str) -> int:
-        """Return the global batch size of a key."""
-        return int(self.values[key] * self.factor)
-
-    def legal(self, key: str) -> list[Fraction]:
-        """Return the nearest values of a key that are legal with the other keys as given. Empty if another key is invalid."""
-        others = [value for name, value in self.values.items() if name != key]
-        if not others or any(value <= 0 or value % self.step for value in others):
-            return []
-        value = max(self.values[key], Fraction(0))
-        start, increment, end = (self.values[name] for name in (START, INCREMENT, END))
-        if key == START:
-            return [n for n in nearest_multiples(value, increment, end % increment) if n < end]
-        if key == INCREMENT:
-            span = int((end - start) / self.step)  # no divisors if the ramp does not grow
-            return nearest_in(value, [self.step * span / n for n in reversed(divisors(span)) if n <= 10_000])
-        return [start + n for n in nearest_multiples(max(value - start, Fraction(0)), increment)]
-
-
-def _format(values: Fraction | list[Fraction], separator: str = ", ") -> str:
-    return separator.join(str(to_yaml_number(value)) for value in ([values] if isinstance(values, Fraction) else values))
+    sizes = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
+    unit = 1 if splitter is None else splitter.unit
+    if any(size <= 0 or size * factor % unit for size in sizes.values()):
+        raise combine(size_errors(sizes, factor, splitter))
+    return {key: int(size * factor) for key, size in sizes.items()}
 
 
 def auto_sizes(start: int, largest: int) -> tuple[int, ...]:

@@ -304,7 +304,9 @@ class BatchRamp:
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""
-        return self.phases[bisect.bisect_right(self._start_steps, _check_not_negative(step, "step")) - 1]
+        if step < 0:
+            raise _negative(step, "step")
+        return self.phases[bisect.bisect_right(self._start_steps, step) - 1]
 
     def global_batch_size_at(self, step: int) -> int:
         """Return the samples that step `step` consumes."""
@@ -317,7 +319,9 @@ class BatchRamp:
 
     def phase_of_sample(self, sample: int) -> Phase:
         """Return the phase whose steps consume sample number `sample`, counted from 0."""
-        return self.phases[bisect.bisect_right(self._start_samples, _check_not_negative(sample, "sample")) - 1]
+        if sample < 0:
+            raise _negative(sample, "sample")
+        return self.phases[bisect.bisect_right(self._start_samples, sample) - 1]
 
     def step_of_sample(self, sample: int) -> int:
         """Return the step that consumes sample number `sample`, counted from 0. The inverse of `samples_before`."""
@@ -409,7 +413,5 @@ def _carried_segments(start: int, increment: int, num_increments: int, samples: 
         k = consumed * num_increments // samples
 
 
-def _check_not_negative(value: int, what: str) -> int:
-    if value < 0:
-        raise RampDefinitionError(f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,))
-    return value
+def _negative(value: int, what: str) -> RampDefinitionError:
+    return RampDefinitionError(f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,))

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, choice_error, combine
+from rampup.plan.numbers import AUTO, divisors, nearest_multiples
 from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
+from rampup.plan.refusal import batch_error
 
 RampupMicrobatch = Literal["fixed", "per_phase", "auto"]
 RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
@@ -100,7 +101,8 @@ class BatchSplitter:
     whole_batch: bool = False
 
     def __post_init__(self) -> None:
-        raise_together([*self._problems()])
+        if problems := [*self._problems()]:
+            raise combine(problems)
 
     def _problems(self) -> Iterator[RampupError]:
         d, G, p, v = self.data_parallel_size, self.gradient_accumulation_steps, self.num_stages, self.num_repeats
@@ -151,15 +153,7 @@ class BatchSplitter:
     @property
     def unit(self) -> int:
         """The number of samples that every global batch must be a multiple of."""
-        return math.lcm(*(math.prod(factors.values()) for factors in self._conditions()))
-
-    @property
-    def unit_rule(self) -> str:
-        """`unit` as text: the products of keys that it is the least common multiple of."""
-        conditions = self._conditions()
-        last = math.prod(conditions[-1].values())
-        needed = [c for c in conditions if c is conditions[-1] or last % math.prod(c.values())]
-        return " and of ".join(format_product(factors) for factors in needed)
+        return math.lcm(*(math.prod(factors.values()) for factors in self.conditions))
 
     @property
     def smallest(self) -> int:
@@ -167,42 +161,9 @@ class BatchSplitter:
         # An automatic microbatch size is -1 and counts as 1.
         return self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit * max(self.microbatch_size, 1)
 
-    # Whether B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as the
-    # smallest that the pipeline allows (`_pass_unit`). Each product in `_conditions` must divide B, so `unit`, their least
-    # common multiple, must. A batch of at least `smallest` is enough for G passes. What remains of B is a whole number for the
-    # factors that are free. So the legal sizes are one arithmetic progression, and "nearest" are its members next to B, with
-    # the least |legal - B| below and above. The microbatch that such a size leads to does not count.
-
-    def nearest(self, global_batch_size: int) -> tuple[int, ...]:
-        """Return the nearest legal global batch sizes below and above.
-
-        Example:
-            >>> BatchSplitter(data_parallel_size=8, microbatch_size=4).nearest(50)
-            (32, 64)
-        """
-        legal = [size for size in nearest_multiples(global_batch_size, self.unit) if size >= self.smallest]
-        return tuple(legal) or (self.smallest,)
-
     def allows(self, global_batch_size: int) -> bool:
         """Return whether a global batch of this size can be split."""
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
-
-    def problem(self, global_batch_size: int, where: str, *, key: str | None = None) -> RampupError | None:
-        """Return an error that has the nearest legal sizes if a global batch cannot be split, and None otherwise.
-
-        Args:
-            global_batch_size: samples per optimizer step.
-            where: the place in the plan, for the message.
-            key: the configuration key that the error refers to.
-        """
-        if self.allows(global_batch_size):
-            return None
-        rules = f"a multiple of {self.unit_rule}"
-        if global_batch_size % self.unit == 0:
-            rules = f"at least {self.smallest}, so that accumulation_steps >= gradient_accumulation_steps"
-        nearest = self.nearest(global_batch_size)
-        problem = f"global_batch_size={global_batch_size} ({where}) must be {rules}; nearest: {', '.join(map(str, nearest))}"
-        return BatchDivisibilityError(problem, value=global_batch_size, divisor=self.unit, key=key, nearest=nearest)
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
         """Split the global batches of all phases of one run.
@@ -214,7 +175,8 @@ class BatchSplitter:
         Raises:
             BatchDivisibilityError: If sizes cannot be split. One error has all of them.
         """
-        raise_together([p for i, size in enumerate(sizes) if (p := self.problem(size, f"phase {i}"))])
+        if refused := [batch_error(self, size, f"phase {i}") for i, size in enumerate(sizes) if not self.allows(size)]:
+            raise combine(refused)
         largest = [self.largest_microbatch(size) for size in sizes]
         if is_per_phase := self.whole_batch or self.rampup_microbatch == "per_phase":
             best = [self.candidates([size]) for size in sizes]
@@ -321,7 +283,8 @@ class BatchSplitter:
             return {"num_pipeline_microbatches": self.num_pipeline_microbatches}
         return {"num_stages": self.num_stages} | ({"delayed forwarding": 2} if self.delay_activation_forwarding else {})
 
-    def _conditions(self) -> list[dict[str, int]]:
+    @property
+    def conditions(self) -> list[dict[str, int]]:
         """The products, by name, that every global batch must be a multiple of."""
         replicas = {"data_parallel_size": self.data_parallel_size}
         conditions = [replicas | {"gradient_accumulation_steps": self.gradient_accumulation_steps} | self._pass_factors]

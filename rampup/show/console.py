@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rampup.batch_size.scaling_laws import ADVISED
-from rampup.plan.plan import PHASE_TITLES, RampPlan
+from rampup.plan import describe
+from rampup.plan.plan import RampPlan
 from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ MARK = "*"
 ELLIPSIS = "..."
 
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
-TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
+TITLES = {name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()}
 TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
 WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
 BATCH = {"global_batch_size": TITLES["global_batch_size"]}
@@ -93,7 +94,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
 
     If there are more phases than `max_phases`, the middle ones are left out and counted. None prints all.
     """
-    for sentence in plan.summary:
+    for sentence in describe.summary(plan):
         console.print(sentence)
     pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
@@ -105,15 +106,15 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     def cell(index: int, name: str) -> str:
         if name == "bar":
             return mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
-        return phase_cell(rows[index], name, rest=plan.rest)
+        return phase_cell(rows[index], name, rest=describe.last_steps(plan))
 
     layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
     _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
-    if plan.loading is not None:
-        console.print(f"loading: {plan.loading}")
+    if (loading := describe.loading(plan)) is not None:
+        console.print(f"loading: {loading}")
     if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
@@ -123,7 +124,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
             used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
             choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
         console.print(choices)
-    print_notes(plan.advice, console)
+    print_notes(describe.advice(plan), console)
 
 
 def print_hyperparameters(
@@ -365,7 +366,7 @@ def _print_phases(
 
 
 def phase_cell(row: Mapping[str, object] | None, name: str, *, rest: str = "rest") -> str:
-    """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
+    """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `describe.last_steps`."""
     if row is None:
         return "-"
     if row.get(name) is None:

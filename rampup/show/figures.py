@@ -17,6 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from rampup.errors import ConfigError, MissingDependencyError
+from rampup.plan.describe import summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.numbers import GIB
 from rampup.plan.plan import RampPlan
@@ -106,7 +107,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
         over_samples, over_steps = left.subplots(2, 1)
         bars = right.subplots(1 + pipeline, 1, squeeze=False)[:, 0]
     # A title over the whole figure, in as many lines as its width needs.
-    lines = textwrap.wrap(plan.summary[1], int(figure.get_figwidth() * LETTERS_PER_INCH))
+    lines = textwrap.wrap(summary(plan)[1], int(figure.get_figwidth() * LETTERS_PER_INCH))
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     _panel_batch(over_samples, phases, "samples", total=plan.consumed_samples)
     _panel_batch(over_steps, phases, "steps", total=plan.total_steps)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 
 from rampup.dialects.verdict import Verdict
+from rampup.plan import describe
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.rl.plan import RolloutPlan
@@ -107,12 +108,12 @@ def _(ramp: BatchRamp) -> str:
 
 @to_html.register
 def _(plan: RampPlan) -> str:
-    remarks = [f"note: {note}" for note in plan.advice]
+    remarks = [f"note: {note}" for note in describe.advice(plan)]
     if plan.eval_split is not None:
         remarks.insert(0, f"evaluation: {plan.eval_split.global_batch_size:,} samples a batch")
-    if plan.loading is not None:
-        remarks.insert(0, f"loading: {plan.loading}")
-    return html_table(plan.phase_table(), caption="; ".join(plan.summary)) + html_list(remarks)
+    if (loading := describe.loading(plan)) is not None:
+        remarks.insert(0, f"loading: {loading}")
+    return html_table(describe.phase_table(plan), caption="; ".join(describe.summary(plan))) + html_list(remarks)
 
 
 @to_html.register

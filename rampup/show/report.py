@@ -18,6 +18,7 @@ from rampup.config.files import describe, yaml_value
 from rampup.config.key import Settings
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
+from rampup.plan.describe import phase_table, summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
 from rampup.rl.plan import RolloutPlan
@@ -66,7 +67,8 @@ def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
     warnings = f'<div class="notes">{html_list(report.notes)}</div>' if report.notes else "<p>No warnings.</p>" if plan else ""
-    sections, summary = {"Notes": warnings}, plan.summary if isinstance(plan, RampPlan) else ()
+    sections = {"Notes": warnings}
+    sentences: tuple[str, ...] = summary(plan) if isinstance(plan, RampPlan) else ()
     if report.verdict is not None:
         sections["Verdict"] = _scroll(to_html(report.verdict), "verdict")
     if report.run is not None:
@@ -74,7 +76,7 @@ def report_html(report: Report) -> str:
     if isinstance(plan, RampPlan):
         sections["Ramp"] = _pictures(plan_panels(plan))
         unreached = {phase.index: "unreached" for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
-        phases = _scroll(html_table(plan.phase_table(), max_rows=MAX_ROWS, row_classes=unreached), "phases")
+        phases = _scroll(html_table(phase_table(plan), max_rows=MAX_ROWS, row_classes=unreached), "phases")
         phases += '<p class="dim">The run ends before the phases in italics.</p>' if unreached else ""
         if plan.eval_split:
             split = f"{plan.eval_split.global_batch_size:,} samples per batch = {describe_split(plan.eval_split)}"
@@ -91,7 +93,7 @@ def report_html(report: Report) -> str:
     elif plan is not None:
         size = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
         total = format_count(plan.total_optimizer_steps, "optimizer step")
-        summary = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
+        sentences = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
         sections["Step"] = _scroll(html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable")
         sections["Step"] += _scroll(to_html(plan), "sizes")
     sections["Keys"] = _keys(report.config) if report.config else ""
@@ -99,7 +101,7 @@ def report_html(report: Report) -> str:
     links = "".join(f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
     title = html.escape(report.title)
-    header = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in summary)
+    header = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -40,7 +40,7 @@ from rampup.loop.run_folder import (
     read_lines,
     require_count,
 )
-from rampup.plan.plan import SECONDS_PER_HOUR
+from rampup.plan.describe import SECONDS_PER_HOUR
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"

@@ -56,7 +56,7 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
                 noise = random_noise(rng)
                 after = auto.decide(step=step, sample=sample, noise_scale=noise)
                 assert before <= after <= 2 * before
-                assert plan.splitter.problem(after, "auto") is None
+                assert plan.splitter.allows(after)
                 assert after <= plan.reserved_sizes[-1]
                 outlook = auto.outlook(step=step, sample=sample, noise=NoiseEstimate(value=None, low=noise, high=None))
                 needs = "need a noise" in outlook or "more samples" in outlook

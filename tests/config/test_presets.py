@@ -6,6 +6,7 @@ import pytest
 
 from rampup import build_plan, load_config
 from rampup.batch_size.scaling_laws import suggest_batch
+from rampup.plan.describe import summary
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 # First and last batch, phases, steps and samples of the ramp: published, or computed by the exact rule from what is published.
@@ -66,7 +67,7 @@ def test_mimo_shrinks_its_batch_in_the_last_phase():
     """The last phase of MiMo is smaller than the one before, and the headline names the largest batch too."""
     _, plan = preset("mimo_7b")
     assert plan.ramp.sizes[-2:] == (2560, 640)
-    assert "from 512 to 640 samples (at most 2,560)" in plan.summary[1]
+    assert "from 512 to 640 samples (at most 2,560)" in summary(plan)[1]
 
 
 @pytest.mark.parametrize("name", ["llama_1b_v5e", "llama_8b_v5p", "llama_70b_v6e"])

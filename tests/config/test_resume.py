@@ -1,4 +1,4 @@
-"""Tests of rampup.config.build."""
+"""Tests of rampup.config.resume."""
 
 import contextlib
 
@@ -6,8 +6,9 @@ import pytest
 from helpers.runs import recorded
 
 from rampup import Config, build_plan
-from rampup.config import build
-from rampup.config.build import plan_to_resume, possible_devices
+from rampup.config import resume
+from rampup.config.build import straight_plan
+from rampup.config.resume import plan_to_resume, possible_devices
 from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
 SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}
@@ -59,7 +60,7 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
     """A number that is refused does not start another search."""
     config = Config(**SCHEDULE, microbatch_size=4)
     plan, numbers = build_plan(config, 4), []
-    monkeypatch.setattr(build, "build_plan", lambda *args, **keys: numbers.append(args[1]) or build_plan(*args, **keys))
+    monkeypatch.setattr(resume, "straight_plan", lambda *args, **keys: numbers.append(args[1]) or straight_plan(*args, **keys))
     assert possible_devices(config, plan) == [1, 2, 4]
     assert numbers == [1, 2, 4, 8, 16]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rampup import build_plan, load_config
 from rampup.config.schema import KEYS
 from rampup.errors import BatchDivisibilityError, RampupError
+from rampup.plan import describe
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 CHECKED_STEPS = 200
@@ -164,7 +165,7 @@ def check_plan(config, plan):
     if (split := plan.eval_split) is not None:
         assert split.global_batch_size == d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size
     json.dumps(plan.to_dict(), allow_nan=False)
-    assert all(map(str, (*plan.summary, *plan.advice)))
+    assert all(map(str, (*describe.summary(plan), *describe.advice(plan))))
     last = plan.position(plan.total_steps - 1)
     assert last.consumed_samples + last.split.global_batch_size == plan.consumed_samples
     consumed = 0

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rampup.config.build import ramp_record
+from rampup.config.resume import ramp_record
 from rampup.loop.events import StepDone
 
 TIMES = {"step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds", "generation_seconds", "scoring_seconds"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
-from rampup.plan.per_device import global_batch_size
+from rampup.plan.per_device import global_batch_sizes
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = cases("ramp_maxtext")
@@ -76,10 +76,10 @@ def test_batch_size_schedule_sets_the_global_batch():
 
 def test_global_batch_size_is_exact():
     """Fractions of a sample per device must give a whole global batch."""
-    assert global_batch_size("1/3", num_devices=3, gradient_accumulation_steps=2, key="k") == 2
-    assert global_batch_size(0.1, num_devices=10, gradient_accumulation_steps=3, key="k") == 3
+    assert global_batch_sizes({"k": "1/3"}, 6) == {"k": 2}
+    assert global_batch_sizes({"k": 0.1}, 30) == {"k": 3}
     with pytest.raises(BatchDivisibilityError, match="nearest k: 1/3, 2/3"):
-        global_batch_size(0.5, num_devices=3, gradient_accumulation_steps=1, key="k")
+        global_batch_sizes({"k": 0.5}, 3)
 
 
 def config(**changes):

@@ -7,7 +7,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
-from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe
 from rampup.plan.pipeline import (
     pass_bubble,
     pass_ticks,
@@ -136,7 +136,7 @@ def test_plan_has_candidates_and_advice():
     plan = build_plan(Config(**(PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096})), 4)
     assert len(plan.pipeline_candidates) > 1
     assert plan.splits[-1].num_pipeline_microbatches == 4
-    assert any("pipeline_tick_overhead" in note for note in plan.advice)
+    assert any("pipeline_tick_overhead" in note for note in describe.advice(plan))
     assert "pipeline_choices" in plan.to_dict()
     assert "pipeline_choices" not in build_plan(Config(), 4).to_dict()
 

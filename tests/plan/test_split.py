@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
+from rampup.plan.refusal import batch_error, nearest_batches
 from rampup.plan.split import BatchSplit, BatchSplitter
 
 D, PASSES, SIZE = "data_parallel_size", "gradient_accumulation_steps", "microbatch_size"
@@ -93,16 +94,15 @@ def test_nearest_sizes_are_legal_and_nearest(keys, size):
     except RampupError:
         assume(False)
     if splitter.allows(size):
-        assert splitter.problem(size, "here") is None
         return
-    nearest = splitter.nearest(size)
+    nearest = nearest_batches(splitter, size)
     assert all(splitter.allows(other) for other in nearest)
     assert not any(splitter.allows(other) for other in range(size, nearest[-1]))
     below = nearest[0] if nearest[0] < size else 0
     assert not any(splitter.allows(other) for other in range(below + 1, size))
-    problem = splitter.problem(size, "here")
-    assert isinstance(problem, BatchDivisibilityError)
-    assert problem.nearest == nearest
+    with pytest.raises(BatchDivisibilityError) as caught:
+        splitter.split([size])
+    assert caught.value.nearest == nearest
     splitter.split([nearest[0]])
 
 
@@ -120,7 +120,7 @@ def test_legal_microbatches_is_complete(d, G, factors):
 
 def test_problem_message_has_rule_numbers_place_and_fix():
     """The message has the documented form; two illegal phases are two problems of one error."""
-    problem = BatchSplitter(data_parallel_size=64, microbatch_size=8).problem(1000, "phase 2, from sample 250,000")
+    problem = batch_error(BatchSplitter(data_parallel_size=64, microbatch_size=8), 1000, "phase 2, from sample 250,000")
     assert str(problem) == (
         "global_batch_size=1000 (phase 2, from sample 250,000) must be a multiple of data_parallel_size * microbatch_size = "
         "64 * 8 = 512; nearest: 512, 1024"

@@ -7,7 +7,7 @@ import pytest
 from helpers.html import Page
 
 import rampup
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan, describe
 from rampup.show.notebook import html_facts, html_list, html_table, to_html
 
 EVIL = "<script>&\"'"
@@ -42,7 +42,7 @@ def test_to_html_covers_every_class():
     notes as in a terminal.
     """
     found = Page(to_html(PLAN))
-    assert all(sentence in "".join(found.text) for sentence in (*PLAN.summary, *PLAN.advice))
+    assert all(sentence in "".join(found.text) for sentence in (*describe.summary(PLAN), *describe.advice(PLAN)))
     assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
     known = {cls.__qualname__: cls.__module__ for cls in to_html.registry if cls is not object}
     assert known == rampup._SHOWN
@@ -58,7 +58,7 @@ shell = InteractiveShell.instance()
 shell.run_cell("import rampup.plan; split = rampup.plan.BatchSplitter(data_parallel_size=1)").raise_error()
 shell.run_cell(
     "plan = rampup.plan.RampPlan(ramp=rampup.plan.BatchRamp.constant(8), splitter=split, num_devices=1, total_steps=9);"
-    "text = repr(plan), plan.summary, plan.to_dict()"
+    "text = repr(plan), str(plan), plan.to_dict()"
 ).raise_error()
 print(sorted({name.split(".")[1] for name in sys.modules if name.startswith("rampup.")}))
 shell.run_cell("plan").raise_error()

@@ -1,0 +1,149 @@
+"""The plan of a resumed run: its global batches are those of the checkpoint, also on another number of devices."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rampup.config.build import build_plan, straight_plan
+from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config
+from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
+from rampup.plan.learning_rate import Seesaw
+from rampup.plan.mesh_axes import AXES
+from rampup.plan.numbers import AUTO, divisors, nearest_in
+from rampup.plan.per_device import AUTO_SCHEDULE
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+
+MAX_DEVICES_LISTED = 16
+
+
+def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
+    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
+    return {
+        "ramp": plan.ramp.to_rows(),
+        "ramp_keys": ramp_keys(config),
+        "num_devices": plan.num_devices,
+        "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
+        "eval_global_batch_size": plan.eval_global_batch_size,
+        **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
+        **({"reserved_sizes": list(plan.reserved_sizes)} if plan.reserved_sizes else {}),
+    }
+
+
+def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
+    """Return the plan of a resumed run.
+
+    If the keys that define the ramp are unchanged, so are the batches, also on another number of devices. If they define
+    another ramp, `on_plan_change` decides.
+
+    Args:
+        config: the configuration of the resumed run.
+        num_devices: its number of devices.
+        record: the `ramp_record` in the checkpoint, and the checkpoint's `step`.
+
+    Raises:
+        ResumeMismatchError: a global batch cannot be split here (the error gives the nearest numbers of devices that can), or
+            the ramp is another one (the error shows both).
+    """
+    before = BatchRamp.from_rows(record["ramp"])
+    now = ramp_keys(config)
+    old: dict[str, str | None] = record["ramp_keys"]
+    if now == old:
+        same = _same_batches(config, before, record)
+        try:
+            return build_plan(config, num_devices, **same)
+        except (BatchDivisibilityError, PipelineShapeError) as error:
+            was = record["num_devices"]
+            numbers = numbers_that_can(config, before, was, same)
+            text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
+            text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
+            raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
+    plan = build_plan(config, num_devices)
+    if plan.ramp.fingerprint == before.fingerprint:
+        return plan
+    if config.on_plan_change == "continue_by_samples":
+        # A batch that follows the noise stays as it is, and grows to the new sizes.
+        follows = config.batch_size_schedule == AUTO_SCHEDULE and "reserved_sizes" in record
+        ramp = before if follows else before.spliced_at(record["step"], plan.ramp)
+        seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
+        return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
+    # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
+    names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
+    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
+    rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
+    fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
+    text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
+    raise ResumeMismatchError(text, key="on_plan_change", nearest=("continue_by_samples",))
+
+
+def ramp_keys(config: Config) -> dict[str, str | None]:
+    """Return the keys that define the ramp, as text.
+
+    The length of the run is among them only if the ramp depends on it, and the learning-rate schedule only with Seesaw.
+    """
+    names = set(RAMP_KEYS) - set(BUDGET_KEYS)
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
+    if config.seesaw_factor is not None:
+        names |= {*BUDGET_KEYS, "max_target_length", "opt_type", "lr_schedule_type", "learning_rate_schedule_steps"}
+        names |= {"warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction", "wsd_decay_style"}
+    elif "%" in (config.batch_size_schedule or ""):
+        names |= {*BUDGET_KEYS} - {"steps"}
+    return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
+
+
+def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which `build_plan` keeps the batches of a record."""
+    same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
+    return {
+        "ramp": ramp,
+        "seesaw": Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None,
+        "eval_size": record["eval_global_batch_size"] if same_eval else None,
+        "reserved_sizes": record.get("reserved_sizes"),
+    }
+
+
+def possible_devices(config: Config, plan: RampPlan) -> list[int]:
+    """Return the numbers of devices on which a run can continue with the batches of a plan: each can split every one of them.
+
+    If the configuration leaves an axis open that does not shard the batch, larger ones are left out.
+
+    Example:
+        >>> config = Config(batch_size_schedule="0:8 80:24", eval_interval=-1)
+        >>> possible_devices(config, build_plan(config, 4))
+        [1, 2, 4, 8]
+    """
+    same = _same_batches(config, plan.ramp, ramp_record(config, plan))
+    return numbers_that_can(config, plan.ramp, plan.num_devices, same)
+
+
+def list_devices(numbers: Sequence[int]) -> str:
+    """Return numbers of devices as text, of many only the first and the last."""
+    shown = [f"{number:,}" for number in numbers]
+    if len(shown) > MAX_DEVICES_LISTED:
+        shown = [*shown[: MAX_DEVICES_LISTED - 2], "...", shown[-1]]
+    return ", ".join(shown) or "none"
+
+
+def numbers_that_can(config: Config, ramp: BatchRamp, num_devices: int, same: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of devices, in ascending order, on which there is a plan with the batches of a ramp.
+
+    If the configuration leaves an axis open that does not shard the batch, the largest is about four times `num_devices`.
+    `same` are the arguments with which `build_plan` keeps the batches.
+    """
+    sizes = {f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES}
+    known = math.prod(getattr(config, key) for key in sizes if getattr(config, key) != AUTO)
+    # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
+    factors = divisors(math.gcd(*ramp.sizes))
+    if any(getattr(config, key) == AUTO and axis not in ("data", "fsdp") for key, axis in sizes.items()):
+        factors = list(range(1, 4 * num_devices // known + 1))
+    found = []
+    for number in [known * factor for factor in factors]:
+        with contextlib.suppress(RampupError):
+            straight_plan(config, number, **same)
+            found.append(number)
+    return found

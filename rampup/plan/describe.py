@@ -1,0 +1,205 @@
+"""A plan in words: its summary, its table of phases, advice, and what a token budget means for its ramp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from rampup.errors import RampDefinitionError
+from rampup.plan.numbers import MAX_COUNT, plain_number
+from rampup.plan.ramp import BatchRamp
+
+if TYPE_CHECKING:
+    from rampup.plan.plan import RampPlan
+
+SECONDS_PER_HOUR = 3600
+# `str(plan)` leaves out the middle of longer tables.
+MAX_PRINTED_PHASES = 40
+# Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
+PHASE_TITLES = {
+    "start_step": "from step",
+    "start_sample": "from sample",
+    "num_steps": "steps",
+    "global_batch_size": "global batch",
+    "per_device_batch_size": "per device",
+    "accumulation_steps": "passes",
+    "num_pipeline_microbatches": "pipeline microbatches",
+    "microbatch_size": "microbatch",
+    "bubble_fraction": "bubble",
+    "learning_rate_scale": "rate scale",
+}
+
+
+def describe_plan(plan: RampPlan) -> str:
+    """Return the summary, the table of phases and the advice as lines, with the middle of a long table left out."""
+
+    def cell(value: int | float | str | None) -> str:
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+    rows = phase_table(plan)
+    half = MAX_PRINTED_PHASES // 2
+    cells = [list(rows[0]), *([*map(cell, row.values())] for row in rows)]
+    if len(rows) > 2 * half:
+        cells[half + 1 : -half] = [["..."] * len(rows[0])]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    rows_to_load = loading(plan)
+    loaded = [] if rows_to_load is None else [f"loading: {rows_to_load}"]
+    return "\n".join([*summary(plan), *table, *loaded, *(f"note: {note}" for note in advice(plan))])
+
+
+def summary(plan: RampPlan) -> tuple[str, str]:
+    """Return two lines: the run, and its ramp."""
+    replicas = plan.splitter.data_parallel_size
+    devices = f"{plan.num_devices:,} device{'s' * (plan.num_devices > 1)}"
+    run = f"{devices}, data parallel {replicas:,}, {plan.total_steps:,} steps"
+    if plan.auto_schedule != "follow":
+        run += f", {plan.consumed_samples:,} samples"
+    shapes = plan.num_compiled_shapes
+    return run, f"{_ramp_summary(plan)}; {shapes} compiled shape{'s' * (shapes > 1)}"
+
+
+def _ramp_summary(plan: RampPlan) -> str:
+    sizes = plan.ramp.sizes
+    constant = f"the batch stays at {sizes[-1]:,} samples"
+    if plan.auto is not None:
+        possible = [f"{size:,}" for size in plan.auto["sizes"]]
+        listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
+        if plan.auto_schedule == "follow":
+            bounds = f"{plan.auto['min_samples']:,} to {plan.auto['max_samples']:,} samples"
+            return f"auto: {listed} samples, by the measured noise scale; {bounds}"
+        return f"{constant}; auto only advises: {listed} samples, by the measured noise scale"
+    if len(sizes) == 1:
+        return constant
+    peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
+    last = f"the last from step {plan.ramp.ramp_steps:,}, sample {plan.ramp.ramp_samples:,}"
+    return f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, {last}"
+
+
+def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
+    """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
+    left_out = set() if plan.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
+    left_out |= set() if plan.scales_learning_rate else {"learning_rate_scale"}
+    titles = {name: title for name, title in PHASE_TITLES.items() if name not in left_out}
+    rows: list[dict[str, int | float | str | None]] = [
+        {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}
+        for phase, row in zip(plan.ramp.phases, plan.phase_rows(), strict=True)
+    ]
+    rows[-1]["steps"] = last_steps(plan)
+    return rows
+
+
+def last_steps(plan: RampPlan) -> str:
+    """Return the last phase's cell in the column of steps: "auto" if the measured noise scale may end it, else "rest"."""
+    can_grow = any(size > plan.ramp.sizes[-1] for size in plan.reserved_sizes)
+    return "auto" if plan.auto_schedule == "follow" and can_grow else "rest"
+
+
+def loading(plan: RampPlan) -> str | None:
+    """Return in words which hosts load data by `expansion_factor_real_data`; None if every host loads its own."""
+    factor = plan.expansion_factor_real_data
+    if factor <= 0:
+        return None
+    shown = plain_number(factor)
+    product = f"global_batch_size * expansion_factor_real_data = {plan.ramp.sizes[-1]:,} * {shown}"
+    rows = f"global_batch_to_load = {product} = {plan.global_batch_to_load:,} rows per step"
+    if factor < 1:
+        hosts = plain_number(1 / factor)
+        turns = f"MaxText's loaders of {hosts} times as many hosts take turns"
+        return f"{rows}: {turns}; rampup trains only with -1 or from 1 on"
+    return f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others" if factor > 1 else rows
+
+
+def advice(plan: RampPlan) -> tuple[str, ...]:
+    """Return sentences about legal settings that cost time, and about phases that the run does not reach."""
+    notes = []
+    final = plan.splits[-1]
+    size = plan.ramp.sizes[-1]
+    largest = plan.splitter.largest_microbatch(size)
+    if plan.splitter.rampup_microbatch == "fixed" and largest >= 8 * final.microbatch_size:
+        passes = size // (final.data_parallel_size * largest)
+        fixed = f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs"
+        other = f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost of a second compilation"
+        notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
+    candidates = plan.pipeline_candidates
+    used = next((candidate for candidate in candidates if candidate.microbatch_size == final.microbatch_size), None)
+    if used is not None and candidates[0].predicted_time <= Fraction(19, 20) * used.predicted_time:
+        best = candidates[0]
+        gain = float(1 - best.predicted_time / used.predicted_time)
+        faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
+        cost = f"if a pipeline tick has a fixed cost of {float(plan.assumed_tick_overhead):g} samples"
+        notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
+    if plan.splitter.whole_batch:
+        sizes = {split.microbatch_size for split in plan.splits}
+        programs = f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits for each"
+        memory = f"a replica holds the activations of up to {max(sizes):,} samples, as nothing is accumulated"
+        notes.append(f"with whole_batch, {programs}; {memory}")
+    unreached = [phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps]
+    if unreached:
+        notes.append(f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those after it")
+    after = plan.total_steps - plan.schedule_steps
+    if after > 0:
+        ends = f"the learning rate's schedule ends after {plan.schedule_steps:,} steps"
+        notes.append(f"{ends}: the other {after:,} have the rate of its end, which is 0 after a whole decay")
+    return tuple(notes)
+
+
+def token_budget(
+    ramp: BatchRamp, *, tokens: int, tokens_per_sample: int, tokens_per_second: Mapping[int, Fraction] | None = None
+) -> dict[str, Any]:
+    """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
+
+    `fewer_steps_than_first` is the number of optimizer steps that the ramp saves compared with its first batch size, and
+    `more_steps_than_final` the number of additional steps compared with its last one. A decreasing batch size makes them
+    negative.
+
+    Args:
+        ramp: maps samples to the global batch size.
+        tokens: the budget.
+        tokens_per_sample: tokens in one sample.
+        tokens_per_second: throughput by global batch size, for the time. A missing size uses the nearest one, by ratio.
+
+    Example:
+        >>> ramp, rates = BatchRamp.from_schedule("0:8 80:16"), {8: Fraction(100), 16: Fraction(200)}
+        >>> budget = token_budget(ramp, tokens=2400, tokens_per_sample=10, tokens_per_second=rates)
+        >>> [budget[name] for name in ("num_samples", "steps", "steps_at_first", "steps_at_final", "tokens_per_second")]
+        [240, 20, 30, 15, 150.0]
+    """
+    for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
+        if not 1 <= value <= MAX_COUNT:
+            rule = f"{key}={value} must be between 1 and 10**18 tokens"
+            raise RampDefinitionError(rule, key=key, nearest=(1 if value < 1 else MAX_COUNT,))
+    first = ramp.sizes[0]
+    final = ramp.sizes[-1]
+    samples = -(-tokens // tokens_per_sample)
+    steps = ramp.step_of_sample(samples - 1) + 1
+    at_first = -(-samples // first)
+    at_final = -(-samples // final)
+    by_size: dict[int, int] = {}
+    for phase in ramp.phases:
+        end = steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, steps)
+        if end > phase.start_step:
+            by_size[phase.global_batch_size] = by_size.get(phase.global_batch_size, 0) + end - phase.start_step
+    facts: dict[str, Any] = {
+        "tokens": tokens,
+        "tokens_per_sample": tokens_per_sample,
+        "num_samples": samples,
+        "steps": steps,
+        "consumed_tokens": ramp.samples_before(steps) * tokens_per_sample,  # with the excess of the last batch
+        "first_global_batch_size": first,
+        "steps_at_first": at_first,
+        "fewer_steps_than_first": at_first - steps,
+        "final_global_batch_size": final,
+        "steps_at_final": at_final,
+        "more_steps_than_final": steps - at_final,
+        "steps_by_global_batch_size": {str(size): number for size, number in by_size.items()},
+    }
+    if tokens_per_second:
+        seconds = Fraction(0)
+        for size, number in by_size.items():
+            nearest = min(tokens_per_second, key=lambda known: Fraction(max(known, size), min(known, size)))
+            seconds += Fraction(number * size * tokens_per_sample) / tokens_per_second[nearest]
+        facts["hours"] = float(seconds / SECONDS_PER_HOUR)
+        facts["tokens_per_second"] = float(facts["consumed_tokens"] / seconds)
+    return facts
