@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import RampDefinitionError as RampDefinitionError
     from rampup.errors import RampupError as RampupError
     from rampup.errors import ResumeMismatchError as ResumeMismatchError
+    from rampup.errors import ResumeWarning as ResumeWarning
     from rampup.inspection.inspect import Inspection as Inspection
     from rampup.inspection.inspect import inspect as inspect
     from rampup.lm.branches import CriticalBatch as CriticalBatch
@@ -92,7 +93,7 @@ _HOMES = {
     "rampup.config.schema": "Config",
     "rampup.dialects": "check_command check_file",
     "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning MissingDependencyError "
-    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError",
+    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError ResumeWarning",
     "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
     "rampup.lm.load": "LoadedRun",
     "rampup.lm.train": "Run train",

@@ -100,6 +100,10 @@ class DataWarning(UserWarning):
     """Training data that look wrong, but may be right."""
 
 
+class ResumeWarning(UserWarning):
+    """A resumed run that computes something else than before."""
+
+
 class StorageError(RampupError, OSError):
     """A checkpoint or a metrics file that cannot be written, for example because the disk is full."""
 

@@ -10,7 +10,9 @@ reads.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -44,6 +46,7 @@ from rampup.plan.split import BatchSplit, BatchSplitter
 AHEAD_ON_DEVICE = 2
 # The bytes of a step up to which rows in memory are read here: a thread takes as long to hand over what it has read.
 INLINE_BYTES = 2**20
+_ROWS_OF_IDENTITY = 8
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -285,8 +288,8 @@ def step_batches(
     batched: bool | None = None,
     num_threads: int = 2,
     read_ahead: int = 4,
-) -> Iterator[Batch]:
-    """Yield the batch of every optimizer step, read and put on the devices ahead of use.
+) -> StepBatches:
+    """Return an iterator of the batch of every optimizer step, read and put on the devices ahead of use.
 
     Args:
         source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
@@ -327,10 +330,35 @@ def step_batches(
     options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     batches = loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
-    for number, batch in enumerate(batches):
-        if number == 0 and batched is None:
+    return StepBatches(batches, rows, seed, warns=batched is None)
+
+
+class StepBatches(Iterator[Batch]):
+    """The batches of `step_batches`. They know which rows they are of, so that a `Loop` notices others at a resume."""
+
+    def __init__(self, batches: Iterator[Batch], source: RowSource, seed: int | None, *, warns: bool) -> None:
+        self._batches, self._source, self._seed, self._warns = batches, source, seed, warns
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if self._warns:
             warn_of_batches(batch.row)
-        yield batch
+            self._warns = False
+        return batch
+
+    @functools.cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the rows are, as JSON values: their number, the seed of their order, and a digest of some of them."""
+        number = len(self._source)
+        found: dict[str, Any] = {"number": number, "seed": self._seed}
+        rows = np.unique(np.linspace(0, number - 1, _ROWS_OF_IDENTITY).astype(np.int64))
+        # A row that cannot be read ends the run when its step comes.
+        with contextlib.suppress(DataError):
+            digest = hashlib.sha256()
+            for path, x in jax.tree.leaves_with_path(read_rows(self._source, rows)):
+                digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode() + np.asarray(x).tobytes())
+            found[f"SHA-256 of rows {', '.join(map(str, rows.tolist()))}"] = digest.hexdigest()[:12]
+        return found
 
 
 def eval_batches(

@@ -29,7 +29,15 @@ from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import check_arguments, check_state, check_step_number, join_frozen, shardings_of, split_frozen
+from rampup.engine.state import (
+    carried,
+    check_arguments,
+    check_state,
+    check_step_number,
+    join_frozen,
+    shardings_of,
+    split_frozen,
+)
 from rampup.engine.totals import differing_leaves
 from rampup.engine.update import Metrics, Update, eval_sums
 from rampup.engine.zero import is_scattered, scattered_shardings
@@ -399,6 +407,37 @@ class TrainStep:
         chunks = (chunk,) * layout.num_chunks
         count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
         return self._lower_program(self._update.fused, state, chunks, (count, count))
+
+    def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
+        """Return what the optimizer computes, and for two rows the loss function, as jaxprs, which no device or split changes.
+
+        A loss of a class of its own is left out, and so is a loss function that takes no two rows without a mesh.
+
+        Args:
+            state: the training state, or its shapes.
+            row: one row of the data, or its shapes.
+        """
+
+        def loss(state: Any, rows: Any, keys: Any) -> Any:
+            bound: Any = self._update.bound_loss(state)
+            mutable = carried(state)
+            return bound.loss_fn(state.params, rows, keys, *(() if mutable is None else (mutable,)))
+
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *np.shape(x)), np.result_type(x)), row)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
+        found = {}
+        with auto_context(self._mesh):
+            keys = jax.random.split(self._update.key, 2)
+            run: Any = self._update.run_optimizer
+            traces: dict[str, Callable[[], Any]] = {
+                "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, jax.ShapeDtypeStruct((), np.float32)),
+                "loss": lambda: jax.make_jaxpr(loss)(shapes, rows, keys),
+            }
+            for name, trace in traces.items():
+                # Whatever a function of the user's raises, the step itself has another place to say it.
+                with contextlib.suppress(Exception):
+                    found[name] = trace()
+        return found
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""

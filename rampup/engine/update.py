@@ -77,7 +77,7 @@ class Update:
         if self.scatter_axes is not None:
             placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
-        totals, loss = self._totals(state, shardings, grad_shardings), _bind_frozen(self.loss, state)
+        totals, loss = self._totals(state, shardings, grad_shardings), self.bound_loss(state)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
             sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, totals, **options)
@@ -98,7 +98,7 @@ class Update:
             # The forward pass needed whole parameters. Now each replica updates its own part of them.
             state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
         with jax.named_scope("update"):
-            new = self._run_optimizer(state, grads, metrics["loss"])
+            new = self.run_optimizer(state, grads, metrics["loss"])
         # The step number moves on in any case, and what the loss function carries also without a weight.
         changes, mutable, scale = {"step": new.step}, sums.mutable, getattr(state, "dynamic_scale", None)
         if self.skip_nonfinite or scale is not None:
@@ -132,7 +132,7 @@ class Update:
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
-        loss, totals = _bind_frozen(self.loss, state), self._totals(state)
+        loss, totals = self.bound_loss(state), self._totals(state)
         with jax.named_scope("accumulate"):
             # One pass of one microbatch.
             options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
@@ -160,7 +160,7 @@ class Update:
             mutable = select_step(is_finite, mutable, carried(state))
             metrics["skipped"] = so_far["skipped"] | ~is_finite
         with jax.named_scope("update"):
-            new = self._run_optimizer(state, grads, metrics["loss"])
+            new = self.run_optimizer(state, grads, metrics["loss"])
         opt_state = new.opt_state
         if self.skip_nonfinite or hasattr(state, "apply_gradients"):
             # Only the last microbatch changes the state: MultiSteps emits zero updates before, but a state may do more than
@@ -176,7 +176,7 @@ class Update:
     def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""
         keys_KR = jax.eval_shape(lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0)))
-        eval_sums = functools.partial(_bind_frozen(self.loss, state).eval_sums, mesh=self.mesh, mutable=carried(state))
+        eval_sums = functools.partial(self.bound_loss(state).eval_sums, mesh=self.mesh, mutable=carried(state))
         # The types of sums do not depend on whether there is a gradient.
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
@@ -200,7 +200,11 @@ class Update:
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
         return Totals(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
 
-    def _run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
+    def bound_loss(self, state: Any) -> SummableLoss:
+        """Return the loss with the frozen arrays of a state, if it has any, as an argument."""
+        return _bind_frozen(self.loss, state)
+
+    def run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
 
         def update_with_loss(*args: Any) -> Any:

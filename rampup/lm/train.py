@@ -43,12 +43,13 @@ from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
-from rampup.loop.components import AutoBatch, NoiseAverages
+from rampup.loop.components import AutoBatch, Component, NoiseAverages
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import as_path
+from rampup.loop.same_run import SameRun
 from rampup.loop.start import keep_config, run_in_folder
 from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
@@ -391,6 +392,10 @@ class Run:
             rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
+        # The configuration and the fingerprints of the data say what the run computes, and on what.
+        components: list[Component] = [SameRun(None)]
+        if noise is not None:
+            components += [noise] if auto is None else [noise, AutoBatch(auto, noise, on_event)]
         loop = Loop(
             plan=plan,
             step=setup.step,
@@ -405,7 +410,11 @@ class Run:
                 skip_nonfinite=config.skip_nonfinite,
                 describe_rows=describe_rows,
             ),
-            components=() if noise is None else (noise, *([] if auto is None else [AutoBatch(auto, noise, on_event)])),
+            # The configuration and the fingerprints say what it computes, and on what.
+            components=(
+                SameRun(None),
+                *(part for part in (noise, auto and noise and AutoBatch(auto, noise, on_event)) if part),
+            ),
             checkpoints=CheckpointOptions(
                 checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
                 max_to_keep=config.max_num_checkpoints_to_keep,

@@ -43,6 +43,7 @@ from rampup.loop.run_folder import (
     first_and_last_line,
     read_lines_backwards,
 )
+from rampup.loop.same_run import SameRun
 
 # Files that an error message lists if the data have changed.
 NAMED_FILES = 10
@@ -139,7 +140,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
-        brought: list[Component] = [ShapeChanges(self.step, self.folder)]
+        brought: list[Component] = [ShapeChanges(self.step, self.folder), SameRun(self.step)]
         if getattr(self.step, "measures_noise", False):
             # A step that measures is a TrainStep, and its plan a RampPlan.
             brought.append(NoiseAverages(default_half_life(self.plan)))  # type: ignore[arg-type]
@@ -214,6 +215,10 @@ class Loop:
                     events.LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan)
                 )
         return restored, saved.step
+
+    @property
+    def _same_run(self) -> SameRun:
+        return next(component for component in self.components if isinstance(component, SameRun))
 
     @property
     def _schedule_steps(self) -> int | None:
@@ -300,7 +305,10 @@ class Loop:
             try:
                 if done == 0 and self.evaluation and self.evaluation.at_start:
                     self._evaluate(self.evaluation, plan, 0, state, metrics)
-                for batch in batches(done):
+                found = batches(done)
+                for number, batch in enumerate(found):
+                    if number == 0 and period and plan is self.plan:
+                        self._same_run.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
                         self.on_event(events.RunStopping(step=done))

@@ -2,8 +2,10 @@
 
 import io
 import json
+import re
 import signal
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from unittest import mock
@@ -319,3 +321,46 @@ def test_loop_needs_no_metric_options(parts, tmp_path):
     assert {"gradient_noise_trace", "noise_scale_samples_low"} <= set(found[-1])
     assert "gradient_noise" in find_checkpoint(tmp_path / "checkpoints").record
     assert found[3]["tokens_per_second"] == pytest.approx(found[3]["global_batch_size"] / found[3]["step_seconds"], rel=1e-2)
+
+
+CHANGES = {
+    "seed": ({"seed": 1}, "seed: 5 in the checkpoint, 1 here"),
+    "rows": ({"shift": 1.0}, r"SHA-256 of rows 0, 57, .*, 399: \w+ in the checkpoint, \w+ here"),
+    "number": ({"number": 399}, "number: 400 in the checkpoint, 399 here"),
+    "rate": ({"tx": optax.adamw(lambda step: 2e-2 + 0 * step)}, "the optimizer is not that of the checkpoint of step 5"),
+    "table": ({"tx": optax.adamw(lambda step: jnp.asarray(np.float32([1e-2, 2e-2]))[step % 2])}, "the optimizer is not"),
+    "loss": ({"scale": 2.0}, "the loss is not that of the checkpoint of step 5"),
+    "nothing": ({}, None),
+    "devices": ({"mesh_name": "one"}, None),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, words):
+    """Other rows are refused, another optimizer or loss is warned of, and what changes no number of a run is neither."""
+
+    def run_changed(last=STEPS, seed=5, shift=0.0, number=400, tx=None, scale=1.0, mesh_name="data"):
+        mesh, table = toy.mesh_of(mesh_name), lambda step: jnp.asarray(np.float32([1e-2, 3e-2]))[step % 2]
+        loss = lambda p, b, k: (toy.loss_fn(p, b, k)[0] * scale, *toy.loss_fn(p, b, k)[1:])  # noqa: E731
+        tx = tx or optax.adamw(table)
+        rows = [row | {"x": row["x"] + np.float32(shift)} for row in toy.rows(number)]
+        plan = toy.plan_for(mesh, "0:16", steps=STEPS, microbatch_size=16 // mesh.size)
+        step = train_step(loss, tx, plan, mesh)
+        calls = iter(range(100))
+        options = {"checkpoints": CheckpointOptions(checkpoint_period=5), "should_stop": lambda: next(calls) == last}
+        batches = lambda start: step.batches(rows, start=start, seed=seed)  # noqa: E731
+        return Loop(plan=plan, step=step, batches=batches, folder=tmp_path, **options).run(
+            create_state(toy.new_params(mesh), tx, mesh)
+        )
+
+    run_changed(last=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", rampup.ResumeWarning)
+        if words is None or words.startswith("the "):
+            assert run_changed(**change)[1].steps == STEPS
+        else:
+            with pytest.raises(ResumeMismatchError, match=words):
+                run_changed(**change)
+    found = [str(each.message) for each in caught if each.category is rampup.ResumeWarning]
+    assert len(found) == (words or "").startswith("the ")
+    assert all(re.search(words, each) for each in found)
