@@ -19,6 +19,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys
 from rampup.dialects.manifest import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
@@ -62,6 +63,11 @@ class Reading:
     notes: tuple[str, ...] = ()  # which command was read
     recognized: bool = False  # whether its command starts the system, or it names one of its base files
 
+    def written(self, *signs: str) -> set[str]:
+        """Return the keys that the command writes with one of Hydra's signs."""
+        words = () if self.command is None else self.command.words
+        return {match[2] for word in words if (match := _SETTING.fullmatch(word)) and match[1] in signs}
+
     def rename(self, canonical: Callable[[str], str]) -> Reading:
         """Return the same with the canonical names of keys.
 
@@ -87,7 +93,10 @@ class Settings:
 
     values: Mapping[str, Any]  # the value of each known key, or its default
     given: frozenset[str] = frozenset()  # the known keys that the file or the command line sets
-    others: frozenset[str] = frozenset()  # the names of all other keys in the file
+    others: Mapping[str, Located] = field(default_factory=dict)  # all other keys of the file
+    # The keys that the system looks up in its base file, and refuses if they are not there. Not those of `key=value` settings.
+    looked_up: Mapping[str, Located] = field(default_factory=dict)
+    other_versions: tuple[str, ...] = ()  # versions of the system that are possible beside the one of the rules
     notes: tuple[str, ...] = ()  # remarks of the reader
 
     def __getitem__(self, name: str) -> Any:
@@ -134,6 +143,7 @@ def type_settings(
     system: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
     groups: Iterable[str] = (),
+    known_keys: KnownKeys | None = None,
 ) -> Settings:
     """Return the typed values of dotted keys. `${other.key}` and `${oc.select:other.key,default}` are resolved.
 
@@ -144,12 +154,13 @@ def type_settings(
         system: the name of the system, for errors.
         defaults: values of a base file, which replace the system's defaults.
         groups: first parts of the system's keys that are not in `entries`.
+        known_keys: all keys of the system. One that looks like a size and is not among them is an error until it is answered.
 
     Raises:
         ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
             the script does not set; all problems at once.
     """
-    chosen = _read_overrides(reading.overrides, entries, groups)
+    chosen = _read_overrides(reading.overrides, entries, groups, reading.leaves)
     given = {**reading.leaves, **chosen}
     known = entries.keys() & given
     of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
@@ -164,6 +175,10 @@ def type_settings(
     ]
     problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
     problems += _find_misspelt(given, entries)
+    if known_keys is not None:
+        sizes = [name for name, entry in entries.items() if entry.unit in ("prompts", "samples", "devices", "nodes")]
+        others = {name: value for name, value in given.items() if name not in entries}
+        problems += find_open_forks(others, known_keys, sizes, system)
     located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
@@ -194,11 +209,14 @@ def type_settings(
         for name, line in reading.repeated.items()
         if name not in entries
     ]
-    return Settings(values=values, given=frozenset(known), others=frozenset(located) - frozenset(entries), notes=tuple(notes))
+    others = {name: value for name, value in located.items() if name not in entries}
+    return Settings(values=values, given=frozenset(known), others=others, notes=tuple(notes))
 
 
-def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str]) -> dict[str, Located]:
-    """Return `key=value` settings of any key of the system: of `entries`, or with the same first part as one of them."""
+def _read_overrides(
+    overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str], leaves: Mapping[str, Located]
+) -> dict[str, Located]:
+    """Return `key=value` settings of any key of the source or the system: of `entries`, or with the first part of one."""
     groups = {*groups, *(name.partition(".")[0] for name in entries if "." in name)}
     is_flat = 2 * sum("." in name for name in entries) < len(entries)
     result = {}
@@ -208,7 +226,7 @@ def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], grou
             raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
         name = name.lstrip("+")
         result[name] = Located(value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE)
-        if name in entries:
+        if name in entries or name in leaves:
             continue
         close = difflib.get_close_matches(name, entries, n=1, cutoff=0.8 if is_flat else 0.0)
         first, dot, _ = name.partition(".")
@@ -291,7 +309,7 @@ _NO_TRAINING = re.compile(
 )
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
-_MAX_FILES = 20
+_MAX_FILES, _MAX_FOLDERS = 40, 8
 # The sizes and defaults that each shipped base file sets, by its name.
 Bases = Mapping[str, Mapping[str, Any]]
 
@@ -330,6 +348,7 @@ class Launch:
     # The base file that a program starts from if its command names none, by a part of the program's name; that of all others
     # under the empty name, which needs no note.
     programs: Mapping[str, str] = field(default_factory=dict)
+    keys: str = ""  # the name of the table of all its keys
 
     def known(self, name: str) -> bool:
         """Return whether a key as written is one that the rules read."""
@@ -488,82 +507,164 @@ def _base_folders(command: Command, path: str) -> list[Path]:
     return [up / end for end in (*ends, program / folder) for up in Path(path).absolute().parents]
 
 
-def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """The version of a system that a source is for."""
+
+    defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ from those of its entries
+    notes: Sequence[str] = ()  # which it is, and why
+    others: tuple[str, ...] = ()  # versions that are possible as well
+
+
+# From what a source sets, and its keys in base files beside it.
+ChooseVersion = Callable[[Reading, Mapping[str, Located]], Version]
+
+
+def read_hydra(
+    source: Source, overrides: Sequence[str], launch: Launch, choose_version: ChooseVersion = lambda *_: Version()
+) -> Settings:
     """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`.
 
     Raises:
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
-    own = [setting for setting in overrides if not setting.startswith(f"{PARENT}=")]
-    reading = read_source(source, own, launch).rename(launch.canonical)
-    leaves, path = dict(reading.leaves), reading.path
-    # The keys of base files beside the source, which count as given, and those of files that the system ships.
-    beside: dict[str, Located] = {}
-    shipped: dict[str, Any] = {}
-    named: list[str] = []  # the shipped files
-    missing: list[str] = []
-    left = itertools.count(_MAX_FILES - 1, -1)
+    chosen = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{PARENT}=")]
+    others = [setting for setting in overrides if not setting.startswith(f"{PARENT}=")]
+    reading = read_source(source, others, launch).rename(launch.canonical)
+    bases = _BaseFiles(launch, reading.path)
+    if reading.command is not None:
+        bases.start(reading.command, chosen[-1] if chosen else None)
+    elif not isinstance(source, tuple) and PARENT in reading.leaves:
+        bases.follow(reading.leaves[PARENT], Path(source).parent)
+    own = {name: value for name, value in reading.leaves.items() if name != PARENT}
+    reading = dataclasses.replace(reading, leaves=bases.beside | own, recognized=reading.recognized or bool(bases.named))
+    version = choose_version(reading, bases.beside)
+    known_keys = load_known_keys(launch.keys) if launch.keys else None
+    settings = type_settings(
+        reading, launch.entries, system=launch.system, defaults={**version.defaults, **bases.shipped}, groups=launch.groups,
+        known_keys=known_keys,
+    )  # fmt: skip
+    notes = [*settings.notes, *version.notes]
+    if bases.named:
+        notes.append(f"{', '.join(bases.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
+    if bases.missing and (reading.command is None or bases.beside):
+        notes.append(f"defaults: {', '.join(bases.missing)} not found beside this file; what it sets is not read.")
+    looked = looked_up(reading, bases.beside)
+    return dataclasses.replace(settings, looked_up=looked, other_versions=version.others, notes=tuple(notes))
 
-    def follow(defaults: Located, folder: Path) -> None:
-        """Read what a `defaults` list names, in order."""
+
+def looked_up(reading: Reading, beside: Mapping[str, Located] = MappingProxyType({})) -> dict[str, Located]:
+    """Return the keys of a command that Hydra looks up in its base file: without `+`, and not answered for by the user."""
+    if reading.command is None:
+        return {}
+    answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides}
+    return {
+        name: value
+        for name, value in reading.leaves.items()
+        if name not in {*reading.written("+", "++", "~"), *answered, *beside}
+        and "." in name
+        and not name.startswith("hydra.")
+        and not {"@", "/"} & {*name}
+    }
+
+
+class _BaseFiles:
+    """The base files from which a source starts."""
+
+    def __init__(self, launch: Launch, path: str) -> None:
+        self.launch = launch
+        self.path = path  # the source
+        self.beside: dict[str, Located] = {}  # the keys of files beside the source or the program, which count as given
+        self.shipped: dict[str, Any] = {}  # those of files that the system ships
+        self.named: list[str] = []  # the shipped files
+        self.missing: list[str] = []
+        self.left = itertools.count(_MAX_FILES - 1, -1)
+
+    def start(self, command: Command, chosen: str | None) -> None:
+        """Read the base file that the user or a command names, or else that of its program."""
+        launch, path = self.launch, self.path
+        name = option(command, "--config-name", "-cn") if chosen is None else chosen
+        folders = [*_base_folders(command, path), *_program_folders(command, path)]
+        if name is not None:
+            self.add(name, [Path(path).parent, *folders], path)
+            return
+        part = next((part for part in launch.programs if part and any(part in word for word in command.words)), "")
+        default = launch.programs.get(part, "")
+        if part or any((folder / f"{default}.yaml").is_file() for folder in _program_folders(command, path)):
+            self.add(default, _program_folders(command, path), path)
+        else:
+            self.shipped |= launch.bases.get(default, {})
+
+    def follow(self, defaults: Located, folder: Path, package: str = "") -> None:
+        """Read what a `defaults` list names, in order; its keys go below the package."""
         for item in defaults.value if isinstance(defaults.value, list) else []:
             if isinstance(item, Mapping):
                 for group, choice in item.items():
                     name = group.removeprefix("override ").removeprefix("optional ")
-                    if name in launch.entries and choice is not None:
-                        shipped[name] = choice
+                    if name in self.launch.entries and choice is not None:
+                        self.shipped[name] = choice
                     elif isinstance(choice, str):
-                        place, _, package = name.partition("@")
-                        add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
+                        place, _, below = name.partition("@")
+                        below = (below or place.rpartition("../")[2]).replace("_global_", "").replace("/", ".")
+                        below = ".".join(filter(None, (package, below)))
+                        self.add(f"{place}/{choice}", [folder], defaults.path, package=below, required=False)
             elif isinstance(item, str) and item != "_self_":
-                add(item, [folder], defaults.path, required=False)
+                self.add(item, [folder], defaults.path, package=package, required=False)
 
-    def add(name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
+    def add(self, name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
         """Read a base file in one of the folders, or else take the shipped one."""
         name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
         if unknown := unknown_names(name):
             raise ConfigError(f"{explain_unknown(name)}, its base file; add {unknown[0]}=...", path=path)
-        if next(left) < 0:
+        if next(self.left) < 0:
             raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
         for folder in folders:
             file = folder / f"{name}.yaml"
             if file.is_file() and str(file) != path:
                 found, _ = read_leaves(read_text(file), str(file))
                 if PARENT in found:
-                    follow(found.pop(PARENT), file.parent)
-                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
-                beside.update({launch.canonical(prefix + key): value for key, value in found.items()})
+                    self.follow(found.pop(PARENT), file.parent, package)
+                prefix = f"{package}." if package else ""
+                self.beside.update({self.launch.canonical(prefix + key): value for key, value in found.items()})
                 return
-        if name in launch.bases:
-            own = dict(launch.bases[name])
+        if name in self.launch.bases:
+            own = dict(self.launch.bases[name])
             if (parent := own.pop(PARENT, None)) is not None:
-                add(parent, [], path)
-            named.append(name)
-            shipped.update(own)
+                self.add(parent, [], path)
+            self.named.append(name)
+            self.shipped.update(own)
         elif not required:
-            missing.append(name)
+            self.missing.append(name)
         else:
             said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
-            if launch.programs:
-                said += f", or start from a known one ({PARENT}={launch.programs['']}) and add its sizes as key=value"
+            if self.launch.programs:
+                said += f", or start from a known one ({PARENT}={self.launch.programs['']}) and add its sizes as key=value"
             raise ConfigError(said, key=PARENT, path=path)
 
-    if reading.command is not None:
-        chosen = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{PARENT}=")]
-        name = chosen[-1] if chosen else option(reading.command, "--config-name", "-cn")
-        if name is not None:
-            add(name, [Path(path).parent, *_base_folders(reading.command, path)], path)
-        elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
-            add(launch.programs[part], [], path)
-        else:
-            shipped |= launch.bases.get(launch.programs.get("", ""), {})
-    elif PARENT in leaves and not isinstance(source, tuple):
-        follow(leaves.pop(PARENT), Path(source).parent)
-    reading = dataclasses.replace(reading, leaves=beside | leaves, recognized=reading.recognized or bool(named))
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped, groups=launch.groups)
-    notes = [*settings.notes]
-    if named:
-        notes.append(f"{', '.join(named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
-    if missing and reading.command is None:
-        notes.append(f"defaults: {', '.join(missing)} not found beside this file; what it sets is not read.")
-    return dataclasses.replace(settings, notes=tuple(notes))
+
+def repository_folders(path: str) -> list[Path]:
+    """Return the folders above a file, up to the root of its repository."""
+    folders = []
+    for folder in list(Path(path).absolute().parents)[:_MAX_FOLDERS]:
+        folders.append(folder)
+        if (folder / ".git").exists():
+            break
+    return folders
+
+
+def program_of(command: Command) -> str:
+    """Return the path of the Python program that a command starts, without its suffix: `verl/trainer/main_ppo`."""
+    if module := option(command, "-m"):
+        return module.replace(".", "/")
+    file = next((word for word in command.words if word.endswith(".py")), "")
+    return show_unknown(file).rpartition("$")[2].partition("/")[2].removesuffix(".py") if unknown_names(file) else file[:-3]
+
+
+def _program_folders(command: Command, path: str) -> list[Path]:
+    """Return the folders of a program's base files that are there: `config` beside it, from the script upwards."""
+    program = program_of(command)
+    if "/" not in program.strip("/"):
+        return []
+    place = str(Path(program.lstrip("/")).parent / "config")
+    found = [file for up in repository_folders(path) for file in (up / place, *up.glob(f"*/{place}"))]
+    return [folder for folder in found if folder.is_dir()]

@@ -6,16 +6,33 @@ Batch and mini batch count prompts; sizes per gpu count samples of one data-para
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rampup.dialects.reading import PARENT, Bases, Entry, Launch, Settings, entry
+from rampup.config.yaml import Located
+from rampup.dialects.known import load_known_keys
+from rampup.dialects.reading import (
+    PARENT,
+    Bases,
+    Entry,
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    Version,
+    entry,
+    program_of,
+    read_hydra,
+)
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
-from rampup.errors import ConfigError
+from rampup.dialects.verl_versions import NEWEST, VERSIONS, WORD, choose_version, old_defaults, read_version
+from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors
 from rampup.rl.plan import RolloutPlan
 
@@ -119,6 +136,11 @@ KEYS: dict[str, Entry] = {
     "trainer.v1.trainer_mode": entry("sync", "how generation and training overlap", kind="text", choices=MODES),
     **{f"trainer.v1.{mode}.parameter_sync_step": entry(4 if mode == "separate_async" else 1, "parts of a step")
        for mode in MODES},
+    "trainer.use_legacy_worker_impl": entry("auto", "0.6 and 0.7: disable = the workers of 0.8", kind="text"),
+    "critic.model.use_remove_padding": entry(True, "pack the critic's sequences without padding", kind="bool"),
+    "critic.ppo_max_token_len_per_gpu": entry(32_768, "token budget of a critic pass, read until 0.7", unit="tokens"),
+    f"{ROLLOUT}.mode": entry("async", "whether agents generate", kind="text"),
+    WORD: entry(VERSIONS[-1], "the version of veRL", kind="text", choices=VERSIONS),
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
 # The sizes that veRL's base files set, where they differ from its defaults, as of August 2026.
@@ -180,7 +202,47 @@ LAUNCH = Launch(
     bases=BASES,
     version="August 2026",
     programs=PROGRAMS,
+    keys="verl",
 )
+
+
+# The programs of veRL and of its recipes; a fork has others beside them.
+_PROGRAMS = re.compile(
+    r"(?:.*/)?(?:verl/trainer/)?main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+|[^/]*|main_\w+"
+)
+
+
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a source as Hydra does, by the rules of the version of veRL that it is for.
+
+    Raises:
+        ConfigError: see `read_hydra`; or the source starts a program that is not veRL's, and no version is stated.
+    """
+    stated = [
+        f"{name}='{read_version(text.strip(chr(39)))}'" if name == WORD else setting
+        for setting in overrides
+        for name, _, text in [setting.partition("=")]
+    ]
+
+    def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
+        program = "" if reading.command is None else program_of(reading.command)
+        version = choose_version(reading, beside)
+        if _PROGRAMS.fullmatch(program) or not launch.program.search(
+            " ".join(reading.command.words if reading.command else ())
+        ):
+            return version
+        said = f"this starts {program}, a trainer of a fork: its rules may differ from those of veRL"
+        if len(stated) > 0 and any(setting.startswith(f"{WORD}=") for setting in stated):
+            return dataclasses.replace(version, notes=(*version.notes, f"{said}."))
+        command = reading.command
+        assert command is not None
+        guess = version.defaults[WORD]
+        raise ConfigError(
+            f"unknown, a fork: {said}. If it follows them, say which: {WORD}={guess}",
+            key=WORD, path=command.path, line=command.line or None,
+        )  # fmt: skip
+
+    return read_hydra(source, stated, launch, choose)
 
 
 CRITIC_BUDGET = 32_768
@@ -205,69 +267,96 @@ class VerlJob(RolloutJob):
     """A veRL file's numbers, by veRL's own formulas."""
 
     data_epochs = "trainer.total_epochs"
-    version = "veRL of August 2026 (1dda039)"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others):
             raise ConfigError("the recipe gkd has a trainer of its own, which the rules of veRL do not cover", key="teacher")
+        self.era = VERSIONS.index(self[WORD]) + 1  # the version, counted from 0.1
+        self.version = "veRL of August 2026 (1dda039)" if self.era == NEWEST else f"veRL {self[WORD]}"
+        self._choose_trainer()
+        self._choose_passes()
+        self._choose_backends()
+        self._count_replicas()
+        if self.usable:
+            self._count_step()
+            self._count_updates()
+
+    def _choose_trainer(self) -> None:
+        """Decide which trainer and workers run, and which models."""
+        # Workers until 0.7, which read the whole job's micro sizes and whose last mini batch and pass may be smaller.
+        self.old_workers = self.era <= 7 and self["trainer.use_legacy_worker_impl"] != "disable"
         self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
-        self.has_ref: bool = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        self.has_ref = bool(self.era <= 3 or self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"])
         self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
         # Other trainers borrow some of its keys, such as partial_rollout.
         given = {key for key in (ASYNC_BATCHES, ASYNC_SYNC) if self[key] is not None}
         if self[TRAIN] == 0:
-            given |= {key for key in settings.others if key.startswith(ASYNC)}
+            given |= {key for key in self.settings.others if key.startswith(ASYNC)}
         self.fully_async = bool(given)
-        self.v1: bool = self["trainer.use_v1"] and not self.fully_async  # the newer trainer, which pads
+        self.v1: bool = self["trainer.use_v1"] and not self.fully_async and self.era >= 9  # the newer trainer, which pads
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
         self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
+        # Whether processes generate, each an equal share of the samples.
+        self.has_agents = not self.v1 and not self.fully_async
+        self.has_agents = self.has_agents and (self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async"))
 
-        # Passes are filled by tokens (dynamic) or by a fixed number of samples (static).
+    def _choose_passes(self) -> None:
+        """Decide for each model whether its passes are filled by tokens (dynamic) or by a fixed number of samples (static)."""
         self.dynamic: bool = self[DYNAMIC]
         self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
         self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
-        self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))  # its engine uses tokens in any case
+        # The critic's engine since 0.8 uses tokens in any case.
+        self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))
 
-        self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
-        self.rollout_devices = self.devices  # those of the inference engines
-        if self.fully_async or self[ROLLOUT_NODES] is not None or self[ROLLOUT_DEVICES] is not None:
-            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(ROLLOUT_DEVICES, 8)
-        # The backend of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
-        grouped = any("@" in name for name in settings.others)
+    def _choose_backends(self) -> None:
+        """Decide the backend of each model."""
+        # That of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
+        grouped = any("@" in name for name in self.settings.others)
         self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
         # Only FSDP's base files, or none, leave the backend to the strategy. The critic's default is then the actor's.
         chosen = [self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None for section in (ACTOR, "critic")]
         actor: str = chosen[0] or self.engine or "fsdp"
         self.strategies = {"actor": actor, "critic": chosen[1] or self.engine or actor, "ref": actor}
+        if self.era <= 3 and "megatron" in self.strategies.values():
+            said = f"the rules of veRL {self[WORD]} cover FSDP, not Megatron; {WORD}=0.4 or later covers both"
+            raise ConfigError(said, key=f"{ACTOR}.strategy")
         # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
         self.checked_as_megatron = actor == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
-        self.checks_megatron = self.checked_as_megatron and not self.dynamic and not self.fully_async
-        # Devices that share one sample, and replicas; a number of devices that does not divide is rounded down.
+        self.checks_megatron = self.checked_as_megatron and self.checks_step and not self.fully_async
+
+    def _count_replicas(self) -> None:
+        """Count the devices that share one sample, and replicas; a number of devices that does not divide is rounded down."""
+        self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
+        self.rollout_devices = self.devices  # those of the inference engines
+        if self.fully_async or self[ROLLOUT_NODES] is not None or self[ROLLOUT_DEVICES] is not None:
+            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(ROLLOUT_DEVICES, 8)
+        self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
         self.model_sizes: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
-        # The critic's deprecated key is read by the check alone.
-        old = {"actor": self[OLD_SEQUENCE["actor"]], "critic": 1}
-        old["ref"] = self._or(OLD_SEQUENCE["ref"], old["actor"])
+        # Since 0.8 the critic's deprecated key is read by the check alone. The older workers read no other.
+        old = {model: self[OLD_SEQUENCE[model]] for model in ("actor", "critic")}
+        old["ref"] = old["actor"] if self.old_workers else self._or(OLD_SEQUENCE["ref"], old["actor"])
+        if not self.old_workers:
+            old["critic"] = 1
         for model, strategy in self.strategies.items():
-            self.model_sizes[model] = old[model] if old[model] > 1 else self[SEQUENCE[model]]
+            self.model_sizes[model] = old[model] if old[model] > 1 or self.old_workers else self[SEQUENCE[model]]
             if strategy in MODEL_SIZES:
                 self.model_sizes[model] = self._product(model, MODEL_SIZES[strategy])
             self.replicas[model] = self.devices // max(self.model_sizes[model], 1)
             if strategy == "torchtitan":
                 self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
-        self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
 
         # Keys that must be positive. Fully asynchronous training has no batch of prompts.
         counts = (*(() if self.fully_async else (TRAIN,)), *COUNTS)
         counts += (() if self.dynamic else STATIC_COUNTS) + (CRITIC_COUNTS if self.has_critic else ())
         self.usable = all(self[key] is None or self[key] >= 1 for key in counts)
         self.usable = self.usable and all(self.replicas[model] >= 1 for model in self.models)
-        if not self.usable:
-            return
 
+    def _count_step(self) -> None:
+        """Count the prompts and samples of a step, with padding."""
         self.samples_per_prompt: int = self[RESPONSES]
         # The older trainer's data loader returns gen_batch_size prompts if that is set. DAPO's generates until train_batch_size
         # prompts are left, and the asynchronous one waits for some mini batches.
@@ -276,30 +365,61 @@ class VerlJob(RolloutJob):
             self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
         # The newer trainer fetches prompts one by one where the number that it needs is not known before.
         self.fetches_one = self.v1 and (self.mode != "sync" or self[FILTER] or self[REFILL])
-        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
-        self.micro: int | None = None if self.dynamic else self[MICRO]
         # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
             self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
-        # Tokens of a pass and replica: the budget of all devices that share a sequence.
-        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        self.token_budget: int = self[BUDGET] * (shares if actor == "megatron" else self.model_sizes["actor"])
         self.longest: int = self["data.max_prompt_length"] + self["data.max_response_length"]  # tokens of the longest sequence
-
-        tokens, epochs = self.token_budget if self.dynamic else None, self[EPOCHS]
-        self.train("actor", self[MINI], self.replicas["actor"], micro=self.micro, tokens=tokens, epochs=epochs)
-        if self.has_critic:  # its engine fills its passes by tokens in any case
-            mini, epochs = self.effective(CRITIC_MINI), self._or("critic.ppo_epochs", epochs)
-            self.train("critic", mini, self.replicas["critic"], micro=None, tokens=CRITIC_BUDGET, epochs=epochs)
-        if self.micro:
-            self.passes = self.policy.share // self.micro
-
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
         self.part_samples = self.samples // self.sync_step
-        multiple = math.lcm(self.policy.replicas, *(model.mini_samples for model in self.trained.values())) if self.v1 else 1
-        self.padded_part_samples = -(-self.part_samples // multiple) * multiple
+        minis = [self[MINI], *([self.effective(CRITIC_MINI)] if self.has_critic else [])]
+        needed = math.lcm(self.replicas["actor"], *(mini * self.samples_per_prompt for mini in minis)) if self.v1 else 1
+        self.padded_part_samples = -(-self.part_samples // needed) * needed
         self.padded_samples = (self.padded_part_samples - self.part_samples) * self.sync_step
+
+    def _count_updates(self) -> None:
+        """Count what the actor and the critic train on in an update, and the actor's passes."""
+        # Tokens of a pass and replica: the budget of all devices that share a sequence.
+        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
+        actor_size = self.model_sizes["actor"]
+        self.token_budget: int = self[BUDGET] * (shares if self.strategies["actor"] == "megatron" else actor_size)
+        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
+        self.micro: int | None = None if self.dynamic else self.whole_job_share(OLD_MICRO, MICRO, "actor")
+        # FSDP's workers of 0.2 have no loop over epochs.
+        epochs = 1 if self.era == 2 else self[EPOCHS]
+        self.mini_shares: dict[str, int] = {}  # samples of an update and replica, also if a step has fewer
+        self._train("actor", self[MINI], micro=self.micro, tokens=self.token_budget if self.dynamic else None, epochs=epochs)
+        if self.has_critic:
+            critic_epochs = epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
+            micro, tokens = None, CRITIC_BUDGET  # its engine since 0.8 fills its passes by tokens in any case
+            if self.old_workers:
+                tokens = self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"] if self.critic_dynamic else None
+                micro = None if self.critic_dynamic else self.whole_job_share(OLD_CRITIC_MICRO, CRITIC_MICRO, "critic")
+            self._train("critic", self.effective(CRITIC_MINI), micro=micro, tokens=tokens, epochs=critic_epochs)
+        if self.micro:
+            self.passes = -(-self.policy.share // self.micro) if self.old_workers else self.policy.share // self.micro
+
+    def _train(self, name: str, mini_batch: int, **sizes: Any) -> None:
+        """Add a model that is trained. The older workers round its share of a mini batch down, and cut what there is."""
+        replicas = self.replicas[name]
+        # Until 0.3 the critic's mini batch counts samples.
+        samples = mini_batch if name == "critic" and self.era <= 3 else mini_batch * self.samples_per_prompt
+        self.mini_shares[name] = samples // replicas
+        if self.old_workers:
+            samples = min(self.mini_shares[name], self.step_share(name)) * replicas
+        self.trained[name] = TrainedModel(name=name, mini_batch=mini_batch, mini_samples=samples, replicas=replicas, **sizes)
+
+    @property
+    def checks_step(self) -> bool:
+        """Whether the check looks at the samples of a step: none in 0.1, and since 0.6 only a static one."""
+        return self.era >= 2 and (not self.dynamic or self.era <= 5)
+
+    def whole_job_share(self, old: str, new: str, model: str) -> int | None:
+        """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
+        own: int | None = self[new]
+        if own is None and self.old_workers and self[old] is not None:
+            own = self[old] // self.replicas[model]
+        return own
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -324,7 +444,28 @@ class VerlJob(RolloutJob):
         sections = [name for name in MODEL_SIZES if name != self.engine]
         sections += [] if self.engine == "fsdp" else ["fsdp_config", "fsdp"]
         foreign = tuple(f"{PREFIXES[model]}.{section}." for model in self.models for section in sections)
-        return sorted(name for name in self.settings.given | self.settings.others if name.startswith(foreign))
+        return sorted(name for name in {*self.settings.given, *self.settings.others} if name.startswith(foreign))
+
+    def unknown_keys(self) -> dict[str, Located]:
+        """Return the keys that Hydra looks up and no base file of this version has."""
+        known = load_known_keys("verl")
+        lives = {name: known.life(name) for name in self.settings.looked_up}
+        return {
+            name: place
+            for name, place in self.settings.looked_up.items()
+            if (life := lives[name]) is None or not life[0] <= self.era <= life[1]
+        }
+
+    def at_version(self, version: str) -> VerlJob:
+        """Return the job of the same file with the rules of another version."""
+        before, after = (old_defaults(VERSIONS.index(name) + 1) for name in (self[WORD], version))
+        settings = self.settings.with_value(WORD, version)
+        values = {
+            key: after.get(key, KEYS[key].default)
+            for key in {*before, *after} - self.settings.given
+            if self[key] == before.get(key, KEYS[key].default)
+        }
+        return VerlJob(dataclasses.replace(settings, values={**settings.values, **values}, given=self.settings.given))
 
     def _product(self, model: str, names: Iterable[str]) -> int:
         """Return the product of sizes of a model's backend; an unset one is the actor's."""
@@ -333,6 +474,8 @@ class VerlJob(RolloutJob):
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples, with those of the padding."""
+        if self.old_workers:
+            return -(-self.step_share(model.name) // max(model.share, 1))
         return self.padded_part_samples // model.mini_samples * self.sync_step
 
     def step_share(self, model: str = "actor") -> int:
@@ -356,7 +499,8 @@ class VerlJob(RolloutJob):
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
-        return None if self.padded_samples or self.sync_step > 1 else self.rollout_plan()
+        is_cut = any(model.mini_samples != model.mini_batch * self.samples_per_prompt for model in self.trained.values())
+        return None if self.padded_samples or self.sync_step > 1 or is_cut else self.rollout_plan()
 
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
@@ -384,7 +528,42 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
         yield FSDP_SIZE, f"{counted(job.devices // size, 'copy')} of the model, each over {counted(size, 'device')}"
 
 
+def _outcome(job: VerlJob) -> str:
+    """Return what a run does, in a few words."""
+    if broken := [rule.name.partition(".")[2] for rule in RULES if rule.is_broken(job)]:
+        return f"{', '.join(broken[:2])} broken"
+    passes = "" if job.passes is None else f", {counted(job.passes, 'pass')}"
+    text = (
+        f"{counted(job.samples, 'sample')}, {counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}{passes}"
+    )
+    return text + (f", {job.padded_samples:,} artificial samples" if job.padded_samples else "")
+
+
+def _other_versions(job: VerlJob) -> Iterator[str]:
+    """Yield a note on versions that are possible and decide otherwise."""
+    own, groups = _outcome(job), dict[str, list[str]]()
+    for version in job.settings.other_versions:
+        with contextlib.suppress(RampupError):
+            if (text := _outcome(job.at_version(version))) != own:
+                groups.setdefault(text, []).append(version)
+    if groups:
+        said = "; ".join(f"{', '.join(versions)}: {text}" for text, versions in groups.items())
+        yield f"the source fits other versions of veRL, which decide otherwise ({said}); {WORD}=... chooses one."
+
+
 def _notes(job: VerlJob) -> Iterator[str]:
+    yield from _other_versions(job)
+    if job.old_workers:
+        rest = job.step_share() % max(job.mini_shares["actor"], 1)
+        if rest and job.step_share() > job.mini_shares["actor"]:
+            last = rest * job.policy.replicas
+            yield f"the last update of a step has {last:,} samples instead of {job.policy.mini_samples:,}."
+        elif job.step_share() < job.mini_shares["actor"]:
+            yield f"{MINI} is more than there is: a step's {counted(job.samples, 'sample')} are one update."
+        if job.era == 2 and job[EPOCHS] > 1:
+            yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
+        if job.era == 2 and 0 < job[FSDP_SIZE] < job.devices:
+            yield f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: mini and micro batches are larger than here."
     yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
     if job.fully_async:
         yield (
@@ -411,7 +590,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
                 f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens is less than the longest sequence, "
                 f"{job.longest:,}: the first such sequence stops the run."
             )
-    if job.critic is not None:
+    if job.critic is not None and not job.old_workers:
         yield (
             "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
             f"{CRITIC_BUDGET:,} of them, regardless of {CRITIC_MICRO} and critic.use_dynamic_bsz."
@@ -419,12 +598,15 @@ def _notes(job: VerlJob) -> Iterator[str]:
         if job[OLD_SEQUENCE["critic"]] > 1:
             old, new = OLD_SEQUENCE["critic"], SEQUENCE["critic"]
             yield f"{old} is read by the check alone; the critic's engine reads {new}."
+    if job.critic is not None:
+        if job.era <= 3:
+            yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
         if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
             yield "there is a critic because algorithm.adv_estimator is gae by default."
     deprecated = {OLD_MICRO: MICRO, OLD_LOG_PROB: LOG_PROB, OLD_REF_LOG_PROB: REF_LOG_PROB, OLD_CRITIC_MICRO: CRITIC_MICRO}
     deprecated |= {OLD_SEQUENCE["actor"]: SEQUENCE["actor"]}
     for old, new in deprecated.items():
-        if old in job.settings.given and job[old] is not None:
+        if old in job.settings.given and job[old] is not None and not job.old_workers:
             yield f"{old} is deprecated; use {new}."
     if not job.settings.given & set(ROLLOUT_SIZES) and job.rollout_devices % job.rollout_size:
         size = ROLLOUT_SIZES[0]
@@ -459,7 +641,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
 
 
 DEVICES = "trainer.n_gpus_per_node"
-PACKING = "actor_rollout_ref.model.use_remove_padding"
+PACKING, CRITIC_PACKING = "actor_rollout_ref.model.use_remove_padding", "critic.model.use_remove_padding"
 MINIS = {"actor": MINI, "critic": CRITIC_MINI}
 Rules = list[Rule[VerlJob]]
 Condition = Callable[[VerlJob], bool]
@@ -471,6 +653,14 @@ def _static(job: VerlJob) -> bool:
 
 def _critic_static(job: VerlJob) -> bool:
     return job.has_critic and not job.critic_dynamic
+
+
+def _engine_workers(job: VerlJob) -> bool:
+    return not job.old_workers
+
+
+def _checked(job: VerlJob) -> bool:
+    return not job.fully_async and job.era >= 2
 
 
 def _mini(name: str) -> Side[VerlJob]:
@@ -509,8 +699,8 @@ def _megatron_starts(model: str) -> Rule[VerlJob]:
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
 
-    def follows(job: VerlJob) -> bool:  # the default of the critic's micro size is the deprecated key
-        return new == CRITIC_MICRO and new not in job.settings.given
+    def follows(job: VerlJob) -> bool:  # since 0.5 the default of the critic's micro size is the deprecated key
+        return new == CRITIC_MICRO and new not in job.settings.given and job.era >= 5
 
     def new_value(job: VerlJob) -> Any:
         return job[old if follows(job) else new]
@@ -578,23 +768,35 @@ def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
         found_by="validator" if checked else "run")  # fmt: skip
 
 
+def _packs(job: VerlJob, model: str) -> bool:
+    """Return whether the check asks for packing: devices share a sequence, until 0.4 only with the strategy `fsdp` itself."""
+    strategy = job.strategies[model]
+    return job[OLD_SEQUENCE[model]] > 1 and (strategy == "fsdp" or (strategy.startswith("fsdp") and job.era >= 5))
+
+
 # veRL's own check. A token budget skips most of it.
-_CHECK: Rules = apply_if(lambda job: not job.fully_async, [
+_CHECK: Rules = apply_if(_checked, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
         _model_size("actor"), when=lambda job: job.checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
-        when=_static),
-    at_least("verl.mini_at_most_train", (MINI, TRAIN), TRAIN, _mini("actor"), when=_static, note="; both count prompts"),
+        when=lambda job: job.checks_step),
+    at_least("verl.mini_at_most_train", (MINI, TRAIN), TRAIN, _mini("actor"),
+        when=lambda job: not job.dynamic and job.era >= 3, note="; both count prompts"),
     *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, OLD_SEQUENCE["actor"]),
-        when=lambda job: job.strategies["actor"].startswith("fsdp") and job[OLD_SEQUENCE["actor"]] > 1,
+        when=lambda job: _packs(job, "actor"),
         holds=lambda job: job[PACKING],
         message=lambda job: f"{OLD_SEQUENCE['actor']}={job[OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
         candidates=lambda job: [True]),
     *_deprecated_micro("critic", OLD_CRITIC_MICRO, _critic_static),
-    at_least("verl.critic_mini_at_most_train", (CRITIC_MINI, TRAIN), TRAIN, _mini("critic"), when=_critic_static,
-        note="; both count prompts"),
+    at_least("verl.critic_mini_at_most_train", (CRITIC_MINI, TRAIN), TRAIN, _mini("critic"),
+        when=lambda job: _critic_static(job) and job.era >= 3, note="; both count prompts"),
+    Rule(name="verl.critic_sequence_parallel_needs_packing", keys=(CRITIC_PACKING, OLD_SEQUENCE["critic"]),
+        when=lambda job: job.old_workers and job.has_critic and _packs(job, "critic"),
+        holds=lambda job: job[CRITIC_PACKING],
+        message=lambda job: f"{OLD_SEQUENCE['critic']}={job[OLD_SEQUENCE['critic']]:,} needs {CRITIC_PACKING}=true",
+        candidates=lambda job: [True]),
 ])  # fmt: skip
 # The classes of veRL's settings check these, so they hold for every trainer that uses them.
 _CHECK += [
@@ -604,17 +806,24 @@ _CHECK += [
             f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, whose "
             "configuration has no such keys"),
         candidates=lambda job: list(ENGINES)),
-    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
+    *apply_if(lambda job: job.era >= 2, [
+        *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
     Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
         when=lambda job: not job.dynamic and job.checked_as_megatron and job[OLD_MICRO] is not None,
         holds=lambda job: job[MICRO] is not None,
         message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
         division=lambda job: (job.policy.share, 1)),
-    *_one_of_two("rollout_micro", OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
-    *_one_of_two("ref_micro", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.step_share("ref"),
-        when=lambda job: _static(job) and job.has_ref),
-    *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
-        _critic_static),
+        *_one_of_two("rollout_micro", OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
+        *_one_of_two("ref_micro", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.step_share("ref"),
+            when=lambda job: _static(job) and job.has_ref),
+        *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
+            _critic_static),
+    ]),
+    Rule(name="verl.known_keys", keys=("data.train_batch_size",), holds=lambda job: not job.unknown_keys(),
+        message=lambda job: (
+            f"{_listed(job.unknown_keys())} must be written with `+`, or left out: "
+            f"no base file of veRL {job[WORD]} has it. A fork that has it: give it on rampup's command line as well"),
+        candidates=lambda job: None),
 ]  # fmt: skip
 
 
@@ -645,7 +854,7 @@ def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJ
     """Return the rule that log-probability passes have equal sizes."""
     return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
         ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
-        when=lambda job: model in job.models and not dynamic(job) and job[key] is not None,
+        when=lambda job: model in job.models and not dynamic(job) and job[key] is not None and not job.old_workers,
         note=" when log-probabilities are computed")  # fmt: skip
 
 
@@ -656,33 +865,86 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
         note=": only equal chunks are dispatched")  # fmt: skip
 
 
+def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
+    shown = [f"{name} (line {place.line})" if place.line else name for name, place in keys.items()]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def _old_micro_reaches_replicas(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
+    """Return the rule that a whole job's size gives each replica a sample; the older workers divide it."""
+    model = name if name in MINIS else "actor"
+    return at_least(f"verl.{name}_old_micro_reaches_every_replica", (old,), old, _replicas(model),
+        when=lambda job: job.old_workers and job[new] is None and job[old] is not None and when(job))  # fmt: skip
+
+
+def _mini_reaches_replicas(name: str) -> Rule[VerlJob]:
+    """Return the rule that each replica has a sample of a mini batch, which the older workers round down."""
+    return at_least(f"verl.{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES),
+        ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name]), 1,
+        when=lambda job: job.old_workers and name in job.models)  # fmt: skip
+
+
+def _old_passes_fit(name: str, old: str, new: str) -> Rules:
+    """Return what the older workers ask of the samples of a pass: to divide a mini batch, or in 0.2 and 0.3 to fit into it."""
+
+    def divides(job: VerlJob) -> bool:
+        return job.era not in (2, 3) or job[old] is not None
+
+    def given(job: VerlJob) -> bool:
+        return job.old_workers and name in job.models and (job.trained[name].micro or 0) > 0 and job.mini_shares[name] > 0
+
+    share: Side[VerlJob] = ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name])
+    micro: Side[VerlJob] = ("the {:,} of a pass", lambda job: job.trained[name].micro or 1)
+    keys = (new, old, MINIS[name])
+    return [
+        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: given(job) and divides(job)),
+        at_least(f"verl.{name}_pass_fits_mini", keys, share, micro, when=lambda job: given(job) and not divides(job),
+            note=": the loss is divided by the passes of a full mini batch, which would be 0"),
+        multiple(f"verl.{name}_minis_fill_share", (TRAIN, MINIS[name]),
+            ("each replica's {:,} samples of a step", lambda job: job.step_share(name)), share,
+            when=lambda job: (
+                job.old_workers and name in job.models and job.mini_shares[name] > 0
+                and (job.era == 1 or job.strategies[name] == "megatron"))),
+    ]  # fmt: skip
+
+
 # What only the run finds.
 _RUN: Rules = [
+    *map(_mini_reaches_replicas, MINIS),
+    _old_micro_reaches_replicas("actor", OLD_MICRO, MICRO, _static),
+    _old_micro_reaches_replicas("critic", OLD_CRITIC_MICRO, CRITIC_MICRO, _critic_static),
+    _old_micro_reaches_replicas("rollout", OLD_LOG_PROB, LOG_PROB, lambda job: not job.rollout_dynamic),
+    _old_micro_reaches_replicas("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
+    *_old_passes_fit("actor", OLD_MICRO, MICRO),
+    *_old_passes_fit("critic", OLD_CRITIC_MICRO, CRITIC_MICRO),
     _strategy_fits("actor", checked=False),
     _strategy_fits("critic", checked=False),
-    Rule(name="verl.dynamic_everywhere", keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC),
+    Rule(name="verl.dynamic_everywhere", keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC), when=_engine_workers,
         holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
             f"{ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
             f"{DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
         candidates=lambda job: [job.dynamic]),
-    _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
-    _per_gpu_needed("rollout", OLD_LOG_PROB, LOG_PROB, _static),
-    _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
-    *_mini_divides("actor"),
-    *_mini_divides("critic"),
+    *apply_if(_engine_workers, [
+        _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
+        _per_gpu_needed("rollout", OLD_LOG_PROB, LOG_PROB, _static),
+        _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
+        *_mini_divides("actor"),
+        *_mini_divides("critic"),
+    ]),
     multiple("verl.micro_divides_mini", (MICRO, MINI),
         lambda job: Term(
             f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} // {job.policy.replicas:,} = "
             f"{job.policy.share:,} samples",
             job.policy.share),
-        MICRO, when=lambda job: job.micro is not None),
+        MICRO, when=lambda job: job.micro is not None and not job.old_workers),
     _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
     _log_prob("ref", REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS),
-        ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), WORKERS,
-        when=lambda job: not job.v1 and not job.fully_async),
+        lambda job: Term(
+            f"{'with trainer.use_v1=false ' if job.era >= 9 else ''}the {job.samples:,} samples of a step", job.samples),
+        WORKERS, when=lambda job: job.has_agents),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
     equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
         lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
@@ -721,4 +983,4 @@ RULES: Rules = [
     *map(_megatron_starts, PREFIXES),
     *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
 ]  # fmt: skip
-DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)
+DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

@@ -1,0 +1,91 @@
+"""Which keys a system has, and in which of its versions: so that a key that it does not have is never ignored in silence.
+
+The table of a system is a file beside this one, of lines `section: FIRST-LAST name name; FIRST-LAST name`. Versions are
+counted from 1, and `*` stands for all keys further down.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+
+from rampup.config.yaml import Located
+from rampup.errors import ConfigError
+
+Life = tuple[int, int]  # the first and the last version that has a key
+_MAX_DEPTH = 3
+# Names that multiply the samples of a step in many forks.
+_MULTIPLIES = re.compile(
+    r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)\w*"
+    r"|group_size|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size"
+)
+
+
+@dataclass(frozen=True)
+class KnownKeys:
+    """The keys of a system, with their versions."""
+
+    lives: Mapping[str, Life]
+    parents: frozenset[str]  # sections, which a setting may replace as a whole
+
+    def life(self, key: str) -> Life | None:
+        """Return the versions that have a key, or None if none has it."""
+        whole = ".".join(key.split(".")[:_MAX_DEPTH])
+        for name in (key, f"{whole}.*", whole, *(f"{part}.*" for part in _sections(key))):
+            if name in self.lives and (name.endswith("*") or name == key or key.startswith(f"{name}.")):
+                return self.lives[name]
+        return (1, max(last for _, last in self.lives.values())) if key in self.parents else None
+
+    def name(self, key: str) -> str:
+        """Return the name of a key in the table, where sections further down are one."""
+        parts = key.split(".")
+        return key if len(parts) <= _MAX_DEPTH else ".".join([*parts[:_MAX_DEPTH], "*"])
+
+    def in_version(self, version: int) -> frozenset[str]:
+        """Return the keys of a version."""
+        return frozenset(key for key, (first, last) in self.lives.items() if first <= version <= last)
+
+
+def _sections(key: str) -> Iterator[str]:
+    return (key[:at] for at, letter in enumerate(key) if letter == ".")
+
+
+@functools.cache
+def load_known_keys(system: str) -> KnownKeys:
+    """Return the table of a system.
+
+    Example:
+        >>> load_known_keys("verl").life("actor_rollout_ref.rollout.n"), load_known_keys("verl").life("data.n_samples")
+        ((2, 9), None)
+    """
+    lives: dict[str, Life] = {}
+    for line in files(__package__).joinpath(f"{system}_keys.txt").read_text(encoding="utf-8").splitlines():
+        section, _, rest = line.partition(": ")
+        for group in rest.split("; "):
+            life, *names = group.split(" ")
+            first, _, last = life.partition("-")
+            lives |= {name if section == "." else f"{section}.{name}": (int(first), int(last)) for name in names}
+    return KnownKeys(lives, frozenset(section for key in lives for section in _sections(key)))
+
+
+def find_open_forks(
+    located: Mapping[str, Located], known: KnownKeys, sizes: Iterable[str], system: str
+) -> Iterator[ConfigError]:
+    """Yield an error for each key that no version has but whose name is that of a size: only a fork reads it.
+
+    Null as its value is the answer that it changes no size. `sizes` are the known keys of sizes.
+    """
+    last_parts = {name.rpartition(".")[2] for name in sizes}
+    for name, place in located.items():
+        last = name.rpartition(".")[2]
+        is_size = last in last_parts or _MULTIPLIES.fullmatch(last)
+        if place.value is None or not is_size or known.life(name) is not None:
+            continue
+        said = (
+            f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "
+            f"{name}=null, and with it the sizes of {system} that have the same effect (none if it changes no size)"
+        )
+        yield ConfigError(said, key=name, path=place.path, line=place.line)
