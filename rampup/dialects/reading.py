@@ -652,6 +652,19 @@ def repository_folders(path: str) -> list[Path]:
     return folders
 
 
+def find_in_repository(path: str, place: str) -> list[Path]:
+    """Return what is at a place in the folders above a file, or in a copy of the system in one of their folders.
+
+    Copies are searched within a repository only, so that none beside it counts.
+    """
+    folders = repository_folders(path)
+    is_repository = (folders[-1] / ".git").exists()
+    found = []
+    for up in folders:
+        found += [up / place, *(sorted(up.glob(f"*/{place}")) if is_repository or up == folders[0] else ())]
+    return [file for file in found if file.exists()]
+
+
 def program_of(command: Command) -> str:
     """Return the path of the Python program that a command starts, without its suffix: `verl/trainer/main_ppo`."""
     if module := option(command, "-m"):
@@ -666,5 +679,4 @@ def _program_folders(command: Command, path: str) -> list[Path]:
     if "/" not in program.strip("/"):
         return []
     place = str(Path(program.lstrip("/")).parent / "config")
-    found = [file for up in repository_folders(path) for file in (up / place, *up.glob(f"*/{place}"))]
-    return [folder for folder in found if folder.is_dir()]
+    return find_in_repository(path, place)

@@ -208,7 +208,7 @@ LAUNCH = Launch(
 
 # The programs of veRL and of its recipes; a fork has others beside them.
 _PROGRAMS = re.compile(
-    r"(?:.*/)?(?:verl/trainer/)?main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+|[^/]*|main_\w+"
+    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+|[^/]*"
 )
 
 
@@ -218,31 +218,21 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     Raises:
         ConfigError: see `read_hydra`; or the source starts a program that is not veRL's, and no version is stated.
     """
-    stated = [
-        f"{name}='{read_version(text.strip(chr(39)))}'" if name == WORD else setting
-        for setting in overrides
-        for name, _, text in [setting.partition("=")]
-    ]
+    stated = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{WORD}=")]
+    others = [setting for setting in overrides if not setting.startswith(f"{WORD}=")]
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
-        program = "" if reading.command is None else program_of(reading.command)
-        version = choose_version(reading, beside)
-        if _PROGRAMS.fullmatch(program) or not launch.program.search(
-            " ".join(reading.command.words if reading.command else ())
-        ):
+        version = choose_version(reading, beside, read_version(stated[-1]) if stated else None)
+        command = reading.command
+        if command is None or _PROGRAMS.fullmatch(program := program_of(command)):
             return version
         said = f"this starts {program}, a trainer of a fork: its rules may differ from those of veRL"
-        if len(stated) > 0 and any(setting.startswith(f"{WORD}=") for setting in stated):
+        if stated:
             return dataclasses.replace(version, notes=(*version.notes, f"{said}."))
-        command = reading.command
-        assert command is not None
-        guess = version.defaults[WORD]
-        raise ConfigError(
-            f"unknown, a fork: {said}. If it follows them, say which: {WORD}={guess}",
-            key=WORD, path=command.path, line=command.line or None,
-        )  # fmt: skip
+        said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={version.defaults[WORD]}"
+        raise ConfigError(said, key=WORD, path=command.path, line=command.line or None)
 
-    return read_hydra(source, stated, launch, choose)
+    return read_hydra(source, others, launch, choose)
 
 
 CRITIC_BUDGET = 32_768
@@ -391,7 +381,8 @@ class VerlJob(RolloutJob):
         self._train("actor", self[MINI], micro=self.micro, tokens=self.token_budget if self.dynamic else None, epochs=epochs)
         if self.has_critic:
             critic_epochs = epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
-            micro, tokens = None, CRITIC_BUDGET  # its engine since 0.8 fills its passes by tokens in any case
+            micro: int | None = None
+            tokens: int | None = CRITIC_BUDGET  # its engine since 0.8 fills its passes by tokens in any case
             if self.old_workers:
                 tokens = self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"] if self.critic_dynamic else None
                 micro = None if self.critic_dynamic else self.whole_job_share(OLD_CRITIC_MICRO, CRITIC_MICRO, "critic")
@@ -417,9 +408,7 @@ class VerlJob(RolloutJob):
     def whole_job_share(self, old: str, new: str, model: str) -> int | None:
         """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
         own: int | None = self[new]
-        if own is None and self.old_workers and self[old] is not None:
-            own = self[old] // self.replicas[model]
-        return own
+        return self[old] // self.replicas[model] if self.old_workers and self[old] is not None else own
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -563,7 +552,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
         if job.era == 2 and job[EPOCHS] > 1:
             yield f"veRL 0.2 reads no {EPOCHS}: each sample is trained on once."
         if job.era == 2 and 0 < job[FSDP_SIZE] < job.devices:
-            yield f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: mini and micro batches are larger than here."
+            yield f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its batches are larger than here."
     yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
     if job.fully_async:
         yield (
@@ -870,11 +859,11 @@ def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
-def _old_micro_reaches_replicas(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
+def _old_micro_reaches_replicas(name: str, old: str, when: Condition = lambda _: True) -> Rule[VerlJob]:
     """Return the rule that a whole job's size gives each replica a sample; the older workers divide it."""
     model = name if name in MINIS else "actor"
     return at_least(f"verl.{name}_old_micro_reaches_every_replica", (old,), old, _replicas(model),
-        when=lambda job: job.old_workers and job[new] is None and job[old] is not None and when(job))  # fmt: skip
+        when=lambda job: job.old_workers and job[old] is not None and when(job))  # fmt: skip
 
 
 def _mini_reaches_replicas(name: str) -> Rule[VerlJob]:
@@ -890,15 +879,23 @@ def _old_passes_fit(name: str, old: str, new: str) -> Rules:
     def divides(job: VerlJob) -> bool:
         return job.era not in (2, 3) or job[old] is not None
 
+    def size(job: VerlJob) -> int:
+        return job.whole_job_share(old, new, name) or 0
+
     def given(job: VerlJob) -> bool:
-        return job.old_workers and name in job.models and (job.trained[name].micro or 0) > 0 and job.mini_shares[name] > 0
+        return job.old_workers and name in job.models and size(job) > 0 and job.mini_shares[name] > 0
+
+    def is_static(job: VerlJob) -> bool:
+        return not (job.critic_dynamic if name == "critic" else job.dynamic)
 
     share: Side[VerlJob] = ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name])
-    micro: Side[VerlJob] = ("the {:,} of a pass", lambda job: job.trained[name].micro or 1)
+    micro: Side[VerlJob] = ("the {:,} of a pass", size)
     keys = (new, old, MINIS[name])
     return [
-        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: given(job) and divides(job)),
-        at_least(f"verl.{name}_pass_fits_mini", keys, share, micro, when=lambda job: given(job) and not divides(job),
+        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: given(job) and divides(job),
+            note=", also with a token budget"),
+        at_least(f"verl.{name}_pass_fits_mini", keys, share, micro,
+            when=lambda job: given(job) and not divides(job) and is_static(job),
             note=": the loss is divided by the passes of a full mini batch, which would be 0"),
         multiple(f"verl.{name}_minis_fill_share", (TRAIN, MINIS[name]),
             ("each replica's {:,} samples of a step", lambda job: job.step_share(name)), share,
@@ -911,10 +908,10 @@ def _old_passes_fit(name: str, old: str, new: str) -> Rules:
 # What only the run finds.
 _RUN: Rules = [
     *map(_mini_reaches_replicas, MINIS),
-    _old_micro_reaches_replicas("actor", OLD_MICRO, MICRO, _static),
-    _old_micro_reaches_replicas("critic", OLD_CRITIC_MICRO, CRITIC_MICRO, _critic_static),
-    _old_micro_reaches_replicas("rollout", OLD_LOG_PROB, LOG_PROB, lambda job: not job.rollout_dynamic),
-    _old_micro_reaches_replicas("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
+    _old_micro_reaches_replicas("actor", OLD_MICRO),
+    _old_micro_reaches_replicas("critic", OLD_CRITIC_MICRO, lambda job: job.has_critic),
+    _old_micro_reaches_replicas("rollout", OLD_LOG_PROB, lambda job: not job.rollout_dynamic),
+    _old_micro_reaches_replicas("ref", OLD_REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
     *_old_passes_fit("actor", OLD_MICRO, MICRO),
     *_old_passes_fit("critic", OLD_CRITIC_MICRO, CRITIC_MICRO),
     _strategy_fits("actor", checked=False),

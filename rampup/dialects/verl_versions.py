@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.dialects.known import load_known_keys
-from rampup.dialects.reading import Reading, Version, looked_up, repository_folders
+from rampup.dialects.reading import Reading, Version, find_in_repository, looked_up, repository_folders
 from rampup.errors import ConfigError
 
 WORD = "verl_version"
@@ -72,12 +72,13 @@ def read_version(text: str) -> str:
     return f"0.{match[2]}"
 
 
-def choose_version(reading: Reading, beside: Mapping[str, Located]) -> Version:
+def choose_version(reading: Reading, beside: Mapping[str, Located], stated: str | None = None) -> Version:
     """Return the version of a source: what the user states, its version file, a pin, its base file, or what its keys fit."""
-    stated = [text for name, _, text in (setting.partition("=") for setting in reading.overrides) if name == WORD]
+    if stated is None and WORD in reading.leaves:
+        stated = read_version(str(reading.leaves[WORD].value))
     misfits = _misfits(reading, beside)
     if stated:
-        found = _Evidence([VERSIONS.index(stated[-1].strip("'")) + 1], f"{WORD} says so")
+        found = _Evidence([VERSIONS.index(stated) + 1], f"{WORD} says so")
     elif file := next(_statements(reading.path), None):
         possible, why = file
         found = _Evidence(sorted(possible, key=lambda version: (len(misfits[version]), -version)), why)
@@ -97,10 +98,10 @@ def choose_version(reading: Reading, beside: Mapping[str, Located]) -> Version:
 
 def _statements(path: str) -> Iterator[tuple[Collection[int], str]]:
     """Yield the versions that files say, from the source upwards."""
+    for file in find_in_repository(path, "verl/version/version"):
+        if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
+            yield _of_version_file(int(match[1]), int(match[2]), match[3]), f"{_short(file)} says {text}"
     for folder in repository_folders(path):
-        for file in (folder / "verl/version/version", *folder.glob("*/verl/version/version")):
-            if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-                yield _of_version_file(int(match[1]), int(match[2]), match[3]), f"{_short(file)} says {text}"
         for pattern in _PINNED:
             for file in sorted(folder.glob(pattern)):
                 if file.is_file() and (match := _PIN.search(read_text(file))):
