@@ -135,12 +135,11 @@ class AccumulatedLoss:
                 raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
         # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
         shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
-        replicas = Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype)
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
         loss_of = _loss_of(self.loss_fn, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
-        def sum_up(reduce: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
+        def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
             trained, others = _split_trained(params) if has_grads else (params, None)
 
@@ -162,9 +161,9 @@ class AccumulatedLoss:
                 return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
-            weights, shapes = None, jax.eval_shape(lambda *args: sums_of(loss_of(*args)), *first, None)
+            weights, shapes = None, jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
-                weights = replicas.total(_weights(self.loss_fn, first, (batch_KR, keys_KR), number, shapes.weight))
+                weights = total(_weights(self.loss_fn, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), totals)
@@ -177,7 +176,7 @@ class AccumulatedLoss:
             # A while loop in the program: its bound is an argument, so one executable serves every number.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), totals)
 
-        return replicas.run(sum_up)
+        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
 
 
 def summable(

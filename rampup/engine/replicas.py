@@ -3,24 +3,28 @@
 A replica is a group of devices that together have the parameters once. The data axis is not the compiler's, which would reduce
 the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it.
 
-======  =========================================================  ========================================================
-way     when                                                       the sum over microbatches runs
-======  =========================================================  ========================================================
-plain   rows on one device, and a loss that takes whole parameters as it is
-compiled no replicas: the loss sees whole batches                    as it is, on all rows; the compiler partitions them
-manual  at most one other axis has several devices, or the loss    in a `jax.shard_map` over the replicas, on the rows of one
-        takes shards
-mapped  two or more other axes have several devices, which XLA     in a `jax.vmap` over the replicas; only the reduction is
-        cannot partition well beside a manual one                  manual. What cannot be mapped runs as `manual`, with whole
+========  =======================================================  ========================================================
+way       when                                                     the sum over microbatches runs
+========  =======================================================  ========================================================
+plain     rows on one device, and a loss that takes whole          as it is, on all rows
+          parameters
+manual    at most one other axis has several devices, or the loss  in a `jax.shard_map` over the replicas, on the rows of one
+          takes shards
+mapped    two or more other axes have several devices, which XLA   in a `jax.vmap` over the replicas; only the reduction is
+          cannot partition well beside a manual one                manual. What cannot be mapped runs as `manual`, with whole
                                                                    operands (see `rampup.engine.whole`)
-======  =========================================================  ========================================================
+compiled  no axes of replicas, as with `whole_batch`; or the loss  as it is, on all rows: the compiler partitions the axes of
+          runs in none of these ways, such as one with a           the replicas too, and reduces the gradients once per
+          `jax.shard_map` over the axes of the replicas            microbatch. A warning says so if the loss needs it
+========  =======================================================  ========================================================
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -58,24 +62,40 @@ class Replicas:
 
     @property
     def way(self) -> str:
-        """How the replicas run: `plain`, `manual` or `mapped`; see the table above."""
+        """How the replicas run, as far as mesh and axes decide; see the table above."""
         if self.shards is None and self.axes.num_replicas(self.mesh) == 1:
-            return "plain"
+            return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
         others = [name for name, size in self.mesh.shape.items() if size > 1 and name not in self.axes.replica]
         return "mapped" if self.shards is None and len(others) > 1 else "manual"
 
     def run(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return the function of (params, batch_KR, keys_KR, number, totals) that sums up the rows of all replicas.
 
-        `sum_up(reduce, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
+        `sum_up(reduce, total, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
         `reduce(sums, totals)`. Except for gradients with shardings that split them, reduced sums are equal on all replicas.
+        Before, `total` adds up numbers over the replicas.
         """
-        plain = functools.partial(own_constraints()(sum_up), self.reduce)
+        plain = functools.partial(own_constraints()(sum_up), self.reduce, self.total)
         manual = self._manually(plain)
-        if self.way == "plain":
+        if self.way in ("plain", "compiled"):
             # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
             return traceable(plain, manual)
-        return manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
+        run = manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
+        return run if self.shards is not None else traceable(run, self._compiled(sum_up))
+
+    def _compiled(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return `sum_up` for a loss that no replica can run by itself: as it is, with a warning."""
+        run = replace(self, axes=replace(self.axes, replica=())).run(sum_up)
+        axes = " and ".join(self.axes.replica)
+        problem = f"the loss cannot run on each replica by itself, such as one with a shard_map over {axes}"
+        cost = f"the compiler partitions its rows over {axes} too, and reduces gradients once per microbatch, not per step"
+
+        def compiled(*args: Any) -> Sums:
+            sums = run(*args)
+            warnings.warn(f"{problem}; {cost}", RuntimeWarning, stacklevel=2)
+            return sums
+
+        return compiled
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -150,7 +170,7 @@ class Replicas:
         `manual`.
         """
         mesh, replica = self.mesh, self.axes.replica
-        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_up), lambda sums, _: sums)
+        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_up), lambda sums, _: sums, self.total)
         for name in reversed(replica):
             in_axes = (None, 1, 1, None, None)
             sums_of = jax.vmap(sums_of, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)

@@ -256,10 +256,11 @@ class TrainStep:
             split = batch.position.split
             counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
             args = self._padded(batch), counts
-            program = self._program(batch, self._update.fused, state, *args)
+            lower = functools.partial(self._lower_program, self._update.fused, state, *args)
+            program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
             self._compile_next_phases(batch, state)
-            state, metrics = program(state, *args)
+            state, metrics = self._run(program, self._update.fused, state, *args)
         else:
             if self._zero_metrics is None:
                 self._zero_metrics = self._update.zero_metrics(state, batch.chunks[0])
@@ -267,7 +268,9 @@ class TrainStep:
             metrics = self._zero_metrics
             for index, chunk in enumerate(batch.chunks):
                 part = metrics, chunk, np.int32(index * batch.layout.rows)
-                state, metrics = self._program(batch, self._update.multi_steps, state, *part)(state, *part)
+                lower = functools.partial(self._lower_program, self._update.multi_steps, state, *part)
+                program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
+                state, metrics = self._run(program, self._update.multi_steps, state, *part)
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
@@ -545,21 +548,15 @@ class TrainStep:
                 raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
         return int(state.step)
 
-    def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
-        """Return the program for a batch, compiled if it is not yet."""
-        lower = functools.partial(self._lower_program, update, state, *args)
-        program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
-
-        def run(state: Any, *args: Any) -> Any:
-            trained, frozen = split_frozen(state)
-            if program is None:
-                with auto_context(self._mesh):
-                    new, metrics = update(shardings_of(state), trained, frozen, *args)
-            else:
-                new, metrics = _call(program, trained, frozen, *args)
-            return join_frozen(new, frozen), metrics
-
-        return run
+    def _run(self, program: Any, update: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """Run the program of an update, or for None the update itself, without compilation."""
+        trained, frozen = split_frozen(state)
+        if program is None:
+            with auto_context(self._mesh):
+                new, metrics = update(shardings_of(state), trained, frozen, *args)
+        else:
+            new, metrics = _call(program, trained, frozen, *args)
+        return join_frozen(new, frozen), metrics
 
     def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Lower a program that maps a state, its `frozen` and further arguments to the next state and the metrics."""

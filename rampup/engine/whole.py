@@ -34,14 +34,26 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
     """
     num_automatic = sum(size > 1 and name not in manual for name, size in mesh.shape.items())
 
+    def is_refused(eqn: Any) -> bool:
+        # Older versions of JAX find out when they lower it.
+        is_nested = eqn.primitive.name == "shard_map" and not manual.isdisjoint(eqn.params.get("manual_axes", ()))
+        return is_nested or (num_automatic > 0 and _is_over_single(eqn, mesh))
+
     def as_it_is(*args: Any) -> Any:
-        closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
-        for eqn in operations(closed):
-            # Older versions of JAX find out when they lower it.
-            is_nested = eqn.primitive.name == "shard_map" and not manual.isdisjoint(eqn.params.get("manual_axes", ()))
-            if is_nested or (num_automatic and _is_over_single(eqn, mesh)):
-                raise ValueError(f"a {eqn.primitive.name} over axes of one device within a shard_map over {manual}")
-        return jax.tree.unflatten(jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+        # One function and not `traceable`: whoever debugs a loss function sees each frame between.
+        try:
+            closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
+            if refused := next(filter(is_refused, operations(closed)), None):
+                raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map over {manual}")
+            return jax.tree.unflatten(jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+        except RampupError:
+            raise
+        except (NameError, ValueError) as error:
+            first = error
+        try:
+            return rewritten(*args)
+        except Exception:  # noqa: BLE001 - it is not because of the axes
+            raise first from None
 
     def rewritten(*args: Any) -> Any:
         single = {name: AxisType.Auto for name, size in mesh.shape.items() if size == 1}
@@ -51,7 +63,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
         outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
-    return rewritten if num_automatic > 1 else traceable(as_it_is, rewritten)
+    return rewritten if num_automatic > 1 else as_it_is
 
 
 def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import toy
+from jax.sharding import PartitionSpec as P
 
 import rampup
 from rampup.engine.accumulate import AccumulatedLoss
@@ -184,3 +185,40 @@ def test_what_cannot_see_a_whole_batch_is_refused():
     step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
     with pytest.raises(rampup.DataError, match="a step takes its own batches"):
         step(rampup.create_state(START, tx, mesh), next(rampup.step_batches(ROWS, plan, mesh)))
+
+
+MESHES_OF_SHARD_MAPS = [
+    rampup.MeshAxes(data=2, fsdp=2, tensor=2),
+    toy.slow(rampup.MeshAxes(data=8)),
+    rampup.MeshAxes(data=4, fsdp=2),
+]
+
+
+@pytest.mark.parametrize("axes", MESHES_OF_SHARD_MAPS, ids=str)
+def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(axes):
+    """A `jax.shard_map` over the axes of the replicas trains as on one device, with a warning, and reduces per microbatch."""
+    mesh, tx = rampup.make_mesh(axes), optax.sgd(0.1)
+    plan = plan_of(mesh, microbatch_size=1)
+
+    def loss_fn(params, batch, keys):
+        def kernel(params, x):
+            error = jnp.tanh(x @ params["in"]) @ params["out"] - x
+            return jax.lax.psum(jnp.sum(error**2), ("data", "fsdp"))
+
+        spread = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(("data", "fsdp"))), out_specs=P(), check_vma=False)
+        return spread(params, batch["x"]), batch["x"].size, {}
+
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    with pytest.warns(RuntimeWarning, match="partitions its rows over data too, and reduces gradients once per microbatch"):
+        state, metrics = toy.history(step, rampup.create_state(START, tx, mesh), step.batches(ROWS))
+    losses, params = big_batches(lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p["in"]) @ p["out"] - b["x"]) ** 2), tx)
+    np.testing.assert_allclose([m["loss"] for m in metrics], losses, atol=2e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params)
+    assert not rampup.inspect(step, state, next(step.batches(ROWS))).reduces_once
+
+
+def test_an_error_of_the_loss_itself_is_raised_as_it_is():
+    """What cannot be traced by the compiler's way either is not the fault of the replicas."""
+    step, state = toy.start("data", lambda params, batch, keys: batch["x"] @ batch["x"])
+    with pytest.raises(Exception, match="dot_general requires contracting dimensions"):
+        toy.history(step, state)
