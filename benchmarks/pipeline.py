@@ -24,8 +24,7 @@ from rampup.engine.pipeline import PipelinedLoss, Stage, check_shapes, permute_l
 from rampup.engine.totals import Sums, Totals, accumulator
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_candidates, stage_layer_order
-from rampup.plan.timetable import num_ticks
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pass_ticks, pipeline_candidates, stage_layer_order
 from rampup.tune.programs import fit_line
 
 MIN_DEVICES = 4
@@ -340,7 +339,7 @@ class CostModelCheck:
             3.0
         """
         start, slope = fit_line(
-            [(self.samples / m, t / num_ticks(self.num_stages, m)) for (m, v), t in self.seconds.items() if v == 1]
+            [(self.samples / m, t / pass_ticks(self.num_stages, m)) for (m, v), t in self.seconds.items() if v == 1]
         )
         # Rounding errors of the fit may leave h = 0 slightly negative.
         overhead = start / slope if slope > 0 else -1.0

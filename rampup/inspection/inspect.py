@@ -89,7 +89,7 @@ class Inspection:
     not_donated: tuple[Buffer, ...]
     f32_matmuls: Mapping[str, int]
     host_transfers: tuple[tuple[str, bool], ...]
-    memory: ProgramMemory | None
+    memory: ProgramMemory | None = None
     findings: tuple[str, ...] = ()
 
     @property
@@ -174,27 +174,19 @@ def inspect(
         >>> found.num_donated, found.account.collectives, found.reduces_once
         (1, (), True)
     """
+    if isinstance(step, TrainStep):
+        if len(args) != 2 or not hasattr(args[1], "chunks"):
+            raise ConfigError("a TrainStep takes a state and a batch: rampup.inspect(step, state, batch)")
+        loop_trips = loop_trips or step.loop_trips(args[1].position.split)
+    compiled = None
     if isinstance(step, (str, Path)):
-        compiled, text = None, _read(step)
+        text = _read(step)
     else:
-        if isinstance(step, TrainStep):
-            if len(args) != 2 or not hasattr(args[1], "chunks"):
-                raise ConfigError("a TrainStep takes a state and a batch: rampup.inspect(step, state, batch)")
-            state, batch = args
-            lowered = step.lower(state, batch.row, batch.position.split)
-            loop_trips = loop_trips or step.loop_trips(batch.position.split)
-        elif hasattr(step, "compile") or hasattr(step, "as_text"):
-            lowered = step
-        elif callable(step):
-            lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
-        else:
-            rule = "give a function, a compiled program or a program's text"
-            raise ConfigError(f"{a_type(step)} is not a step; {rule}")
+        compiled = _compile(step, args)
+        text = compiled.as_text()
         placed = (leaf.sharding for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding"))
         meshes = (each.mesh for each in placed if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh))
         mesh = mesh or next(meshes, None)
-        compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
-        text = compiled.as_text()
     trips = (1,) if loop_trips is None else (loop_trips,) if isinstance(loop_trips, int) else tuple(loop_trips)
     if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
         raise ConfigError(f"loop_trips={loop_trips!r} must be whole numbers of at least 1", key="loop_trips", nearest=(1,))
@@ -205,6 +197,29 @@ def inspect(
     if shape and 1 < program.num_partitions != (number := math.prod(size for _, size in shape)):
         axes = ",".join(f"{name}={size}" for name, size in shape)
         raise ConfigError(f"mesh={axes} has {number} devices, but the program has {program.num_partitions}", key="mesh")
+    found = _inspection(program, args, shape, trips)
+    if compiled is not None:
+        found = replace(found, memory=program_memory(compiled))
+    return replace(found, findings=tuple(_findings(found)))
+
+
+def _compile(step: Any, args: Sequence[Any]) -> Any:
+    """Return the compiled program of a step."""
+    if isinstance(step, TrainStep):
+        state, batch = args
+        lowered = step.lower(state, batch.row, batch.position.split)
+    elif hasattr(step, "compile") or hasattr(step, "as_text"):
+        lowered = step
+    elif callable(step):
+        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+    else:
+        rule = "give a function, a compiled program or a program's text"
+        raise ConfigError(f"{a_type(step)} is not a step; {rule}")
+    return lowered.compile() if hasattr(lowered, "compile") else lowered
+
+
+def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, trips: tuple[int, ...]) -> Inspection:
+    """Return what a compiled program does with its arguments, on a mesh and for so many iterations of its loops."""
     entry = program.computations[program.entry]
     is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
     uses_multi_steps = any(map(is_multi_steps, jax.tree.leaves(args, is_leaf=is_multi_steps)))
@@ -242,7 +257,7 @@ def inspect(
         if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
             free[key] -= 1
             not_donated.append(Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes))
-    found = Inspection(
+    return Inspection(
         num_devices=program.num_partitions,
         loop_trips=trips,
         account=account,
@@ -257,9 +272,7 @@ def inspect(
         not_donated=tuple(not_donated),
         f32_matmuls={dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")},
         host_transfers=tuple(_host_transfers(visits)),
-        memory=None if compiled is None else program_memory(compiled),
     )
-    return replace(found, findings=tuple(_findings(found)))
 
 
 def _read(source: str | Path) -> str:

@@ -137,27 +137,8 @@ def design_ramp(
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
         build_plan(replace(config, **NO_RAMP, batch_size_schedule=text), num_devices)  # refuses what `rampup plan` would refuse
-        outcomes = [each.run(schedule, samples=samples) for each in models]
-        same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
-        penalties = [
-            None if slope is None else loss_penalty(a.progress, b, slope=slope, measured_at=each.noise.knots[-1][0])
-            for each, a, b in zip(models, outcomes, references, strict=True)
-        ]
-        ranges = {"loss_penalty": penalties, "hours_to_same_loss": [outcome.seconds / SECONDS_PER_HOUR for outcome in same]}
-        candidate: dict[str, Any] = {
-            "name": name,
-            "batch_size_schedule": text,
-            "start_tokens": [start * length for start, _ in schedule],
-            "sizes": [size for _, size in schedule],
-            "steps": outcomes[0].steps,
-            "hours": outcomes[0].seconds / SECONDS_PER_HOUR,
-            "wasted_samples": 1 - outcomes[0].progress / references[0],
-            "tokens_to_same_loss": same[0].samples * length,
-        }
-        for key, values in ranges.items():
-            low, high = (None, None) if None in values else (min(values), max(values))
-            candidate |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
-        candidates.append(candidate)
+        found = _predictions(schedule, models, references, samples=samples, tokens_per_sample=length, slope=slope)
+        candidates.append({"name": name, "batch_size_schedule": text, **found})
     return {
         "train_tokens": tokens,
         "train_samples": samples,
@@ -172,6 +153,40 @@ def design_ramp(
         "assumptions": _assumptions(measurements, model, references[0], sizes),
         "notes": notes,
     }
+
+
+def _predictions(
+    schedule: Sequence[tuple[int, int]],
+    models: Sequence[DesignModel],
+    references: Sequence[float],
+    *,
+    samples: int,
+    tokens_per_sample: int,
+    slope: float | None,
+) -> dict[str, Any]:
+    """Return what is predicted for a schedule, with ranges over the models, whose first is the best estimate.
+
+    `references` is the progress that each model has after the same samples in the smallest batch.
+    """
+    outcomes = [each.run(schedule, samples=samples) for each in models]
+    same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
+    penalties = [
+        None if slope is None else loss_penalty(a.progress, b, slope=slope, measured_at=each.noise.knots[-1][0])
+        for each, a, b in zip(models, outcomes, references, strict=True)
+    ]
+    found: dict[str, Any] = {
+        "start_tokens": [start * tokens_per_sample for start, _ in schedule],
+        "sizes": [size for _, size in schedule],
+        "steps": outcomes[0].steps,
+        "hours": outcomes[0].seconds / SECONDS_PER_HOUR,
+        "wasted_samples": 1 - outcomes[0].progress / references[0],
+        "tokens_to_same_loss": same[0].samples * tokens_per_sample,
+    }
+    ranges = {"loss_penalty": penalties, "hours_to_same_loss": [outcome.seconds / SECONDS_PER_HOUR for outcome in same]}
+    for key, values in ranges.items():
+        low, high = (None, None) if None in values else (min(values), max(values))
+        found |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
+    return found
 
 
 class Measurements(NamedTuple):
