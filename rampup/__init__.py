@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.engine.accumulate import accumulate as accumulate
     from rampup.engine.accumulate import multi_steps as multi_steps
     from rampup.engine.batch import Batch as Batch
+    from rampup.engine.check_loss import LossReport as LossReport
+    from rampup.engine.check_loss import check_loss as check_loss
     from rampup.engine.mesh import BatchAxes as BatchAxes
     from rampup.engine.mesh import make_mesh as make_mesh
     from rampup.engine.nnx import merge_model as merge_model
@@ -47,6 +49,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import ConfigError as ConfigError
     from rampup.errors import DataError as DataError
     from rampup.errors import DataWarning as DataWarning
+    from rampup.errors import LossWarning as LossWarning
     from rampup.errors import MissingDependencyError as MissingDependencyError
     from rampup.errors import PipelineShapeError as PipelineShapeError
     from rampup.errors import RampDefinitionError as RampDefinitionError
@@ -92,7 +95,7 @@ _HOMES = {
     "rampup.config.load": "load_config",
     "rampup.config.schema": "Config",
     "rampup.dialects": "check_command check_file",
-    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning MissingDependencyError "
+    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning LossWarning MissingDependencyError "
     "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError ResumeWarning",
     "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
     "rampup.lm.load": "LoadedRun",
@@ -111,6 +114,7 @@ _HOMES = {
     "rampup.rl.plan": "RolloutPlan",
     "rampup.engine.accumulate": "AccumulatedLoss accumulate multi_steps",
     "rampup.engine.batch": "Batch",
+    "rampup.engine.check_loss": "LossReport check_loss",
     "rampup.loop.checkpoint": "CheckpointOptions",
     "rampup.loop.components": "Component",
     "rampup.data.batches": "BatchLoader microbatches step_batches stream_batches",

@@ -104,6 +104,10 @@ class ResumeWarning(UserWarning):
     """A resumed run that computes something else than before."""
 
 
+class LossWarning(UserWarning):
+    """A loss that is not a sum over rows, so that it depends on how a batch is split; see `rampup.check_loss`."""
+
+
 class StorageError(RampupError, OSError):
     """A checkpoint or a metrics file that cannot be written, for example because the disk is full."""
 

@@ -40,6 +40,16 @@ def optimized():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unchecked_losses():
+    """Let no training step check its loss by itself, which takes longer than the step; see tests/engine/test_check_loss.py."""
+    import rampup.engine.check_loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rampup.engine.check_loss, "MAX_PARAMETERS", -1)
+        yield
+
+
 # Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
 ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
 

@@ -155,6 +155,6 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
         ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
         "is averaged over, such as tokens, and aux a pytree of further sums, such as {}. A loss that adds up several means "
-        "returns a tuple of sums and one of weights",
+        "returns a tuple of sums and one of weights. rampup.check_loss(loss_fn, state, rows) tells more",
         key="loss_fn",
     )

@@ -83,6 +83,8 @@ def split_model(
         loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
         return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
 
+    # Random numbers that are for a microbatch and not for a row; see `rampup.engine.check_loss`.
+    pure.has_streams = bool(jax.tree.leaves(streams))  # type: ignore[attr-defined]
     options: dict[str, Any] = {"mutable": rest if has_rest else None, "frozen": frozen if has_frozen else None}
     options |= {"shard_optimizer_over_data": shard_optimizer_over_data, "batch_axes": batch_axes}
     return create_state(params, tx, mesh, **options), pure

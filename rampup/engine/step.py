@@ -25,6 +25,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
 from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of, put_batch, row_size, stop_step
+from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
@@ -66,6 +67,7 @@ def train_step(
     wait_for_compilation: bool | None = None,
     measure_gradient_noise: bool = False,
     whole_batch: bool = False,
+    check_loss: bool = True,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -115,6 +117,9 @@ def train_step(
             the batch, a quotient of sums. The plan's batches are split again, into one microbatch each, so take them from the
             step. Each batch size has a program of its own, which the step waits for, and needs the memory of its whole batch.
             The compiler partitions the rows, and reduces the gradients. Also True if the plan has whole batches.
+        check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a sum over rows, as `rampup.check_loss`
+            finds it on four rows of the batch. Of one in which rows interact only if the plan splits a batch. For models with
+            at most 20 million parameters, in a single process, and not with `whole_batch`.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -176,7 +181,12 @@ def train_step(
     optimizer = tx if engine == "fused" else multi_steps(tx, plan)
     scatter_axes = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
     update = Update(loss, optimizer, mesh, batch_axes, run_key, skip_nonfinite, scatter_axes, measure_gradient_noise)
-    return TrainStep(update, plan, engine, donate=donate, wait_for_compilation=wait_for_compilation)
+    options: dict[str, Any] = {
+        "donate": donate,
+        "wait_for_compilation": wait_for_compilation,
+        "check_loss": check_loss and not whole_batch,
+    }
+    return TrainStep(update, plan, engine, **options)
 
 
 class TrainStep:
@@ -190,14 +200,16 @@ class TrainStep:
         measures_noise: whether the metrics have `gradient_noise`.
     """
 
-    def __init__(self, update: Update, plan: RampPlan, engine: str, *, donate: bool, wait_for_compilation: bool | None) -> None:
+    def __init__(
+        self, update: Update, plan: RampPlan, engine: str, *, donate: bool, wait_for_compilation: bool | None, check_loss: bool
+    ) -> None:
         several = jax.process_count() > 1
         if several and wait_for_compilation is False:
             problem = "wait_for_compilation=false is for a single process: several would change shapes at different steps"
             raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
         self.tx, self.measures_noise = update.tx, update.measures_noise
         self._update, self._plan, self._mesh, self._batch_axes = update, plan, update.mesh, update.batch_axes
-        self._is_fused, self._donate = engine == "fused", donate
+        self._is_fused, self._donate, self._checks_loss = engine == "fused", donate, check_loss
         self._chunk_size = None if self._is_fused else 1
         # The layouts of the batches so far. What a plan's layouts are depends on the size of a row.
         self._layouts: set[BufferLayout] = set()
@@ -252,6 +264,11 @@ class TrainStep:
             DataError: the batch is that of another step or plan.
         """
         self._check(state, batch)
+        if self._checks_loss and not batch.position.step:
+            is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
+            has_replicas = BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1
+            warn_of_loss(self._update.loss, state, batch, sees_whole=is_one and not has_replicas)
+        self._checks_loss = False
         if self._is_fused:
             split = batch.position.split
             counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)

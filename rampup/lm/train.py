@@ -189,6 +189,7 @@ class TrainSetup:
             shard_optimizer_over_data=config.shard_optimizer_over_data,
             wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
             measure_gradient_noise=config.measure_gradient_noise,
+            check_loss=False,  # a sum over rows: tested
         )
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:

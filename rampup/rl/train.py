@@ -293,7 +293,7 @@ class RolloutRun:
         )
         rate = LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1)
         tx = make_optimizer(rate, weight_decay=0.0)
-        step = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh)
+        step = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh, check_loss=False)
         state = create_state(params, tx, self.mesh)
         # Another order than that of the rollouts.
         task = replace(self.task, seed=self.task.seed + 2**31)
