@@ -269,7 +269,8 @@ class RolloutConfig(Settings):
                     problems.append(ConfigError(f"{text}it is {found}", key=name, nearest=(value,)))
         if self.num_steps < 1:
             # The keys that leave fewer prompts than one batch: of the run, of the data set, or both.
-            minimum, enough = -(-self.batch_size // self.num_epoch), dict[str, Any]()
+            minimum = -(-self.batch_size // self.num_epoch)
+            enough = dict[str, Any]()
             if self.num_prompts is not None and self.num_prompts < minimum:
                 enough["num_prompts"] = minimum
             if self.num_batches * self.batch_size * self.train_fraction < minimum:
@@ -284,7 +285,8 @@ class RolloutConfig(Settings):
                 problems.append(ConfigError(text, key=key, nearest=(value,)))
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
-            size, most = self.eval_batch, (self.num_test_batches - 1) * self.eval_batch
+            size = self.eval_batch
+            most = (self.num_test_batches - 1) * self.eval_batch
             text = (
                 f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
             )
@@ -450,7 +452,8 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
                 problems.append(problem)
     raise_together(problems)
     schedule = RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
-    smallest, rows = stages[0][1].samples_per_step, schedule.pass_samples("policy")
+    smallest = stages[0][1].samples_per_step
+    rows = schedule.pass_samples("policy")
     if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
         raise ConfigError(
             f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise between the passes of a step, but its "
@@ -470,7 +473,8 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     varying = {"zero_spread_groups": "keep", "token_batch_size": AUTO, "partial_step": "train"}
     if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
         notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
-        updates, G = plan.policy_updates, plan.samples_per_prompt
+        updates = plan.policy_updates
+        G = plan.samples_per_prompt
         padded = ((updates.microbatch_samples or 0) - G) / 2 / updates.mini_batch_samples
         if padded > MUCH_PADDING:
             notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")

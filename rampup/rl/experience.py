@@ -106,7 +106,9 @@ def generalized_advantages(
     rewards_SR, values_SR = np.asarray(rewards_SR, np.float64), np.asarray(values_SR, np.float64)
     S, R = rewards_SR.shape
     counts_SR = np.arange(R) < np.asarray(response_length_S)[:, None]
-    advantages_SR, following_S, next_value_S = np.zeros((S, R)), np.zeros(S), np.zeros(S)
+    advantages_SR = np.zeros((S, R))
+    following_S = np.zeros(S)
+    next_value_S = np.zeros(S)
     for t in range(R - 1, -1, -1):
         delta_S = rewards_SR[:, t] + gamma * next_value_S - values_SR[:, t]
         following_S = np.where(counts_SR[:, t], delta_S + gamma * lam * following_S, 0)
@@ -340,7 +342,9 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
         The arrays of `rows`, and `positions`, `segments` (1, 2, ...; padding is 0) and `shape`, the number of the shape on the
         ladder that a pass is computed with, (n, replicas).
     """
-    n, replicas, budget = packed.num_microbatches, len(packed.replicas), packed.token_budget
+    n = packed.num_microbatches
+    replicas = len(packed.replicas)
+    budget = packed.token_budget
     found = {name: np.zeros((n, replicas, budget), x.dtype) for name, x in rows.items()}
     found |= {name: np.zeros((n, replicas, budget), np.int32) for name in ("positions", "segments")}
     for replica, microbatches in enumerate(packed.replicas):
@@ -351,7 +355,8 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
                 here = number, replica, slice(place, place + length)
                 for name, x in rows.items():
                     found[name][here] = x[member, :length]
-                found["positions"][here], found["segments"][here] = np.arange(length), segment
+                found["positions"][here] = np.arange(length)
+                found["segments"][here] = segment
                 place += length
     shapes = [packed.ladder.index(shape) for shape in packed.microbatch_shapes]
     found["shape"] = np.repeat(np.array(shapes, np.int32)[:, None], replicas, axis=1)

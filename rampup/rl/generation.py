@@ -156,7 +156,8 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)
         own = jnp.where(temperature > 0, temperature, 1)  # the temperature of the log-probabilities
         if policy.prefill is None or policy.decode is None:
-            logits_BV, cache = _logits_at(policy, params, tokens_BT, length_B - 1), None
+            logits_BV = _logits_at(policy, params, tokens_BT, length_B - 1)
+            cache = None
         else:
             logits_BV, cache = policy.prefill(params, tokens_BP, length_B, P + R)
 

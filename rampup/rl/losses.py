@@ -56,7 +56,8 @@ def grpo_loss(
     def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         log_p_BT = token_log_probabilities(_logits(policy, params, rows), rows["targets"], temperature)
         log_ratio_BT = jnp.clip(log_p_BT - rows["log_probabilities"], -MAX_LOG_RATIO, MAX_LOG_RATIO)
-        ratio_BT, advantage_BT = jnp.exp(log_ratio_BT), rows["advantages"]
+        ratio_BT = jnp.exp(log_ratio_BT)
+        advantage_BT = rows["advantages"]
         clipped_BT = jnp.clip(ratio_BT, 1 - epsilon, 1 + epsilon) * advantage_BT
         loss_BT = -jnp.minimum(ratio_BT * advantage_BT, clipped_BT)
         found = {"clip_fraction": clipped_BT < ratio_BT * advantage_BT}
@@ -79,7 +80,9 @@ def value_loss(values_fn: Callable[..., jax.Array], *, epsilon: float = 0.2, sha
     """
 
     def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        values_BT, old_BT, returns_BT = values_fn(params, rows), rows["values"], rows["returns"]
+        values_BT = values_fn(params, rows)
+        old_BT = rows["values"]
+        returns_BT = rows["returns"]
         near_BT = old_BT + jnp.clip(values_BT - old_BT, -epsilon, epsilon)
         return {"loss": 0.5 * jnp.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)}
 

@@ -115,7 +115,8 @@ class _Means:
         self.total, self.total_squared = before + weight, decay**2 * self.total_squared + weight**2
         if not weight:
             return
-        h, difference = weight / self.total, x - self.mean
+        h = weight / self.total
+        difference = x - self.mean
         kept, gain = (0.0, 0.0) if not before else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
         self.covariance = kept * self.covariance + gain * np.outer(difference, difference)
         self.mean = self.mean + h * difference
@@ -202,7 +203,9 @@ class PromptNoise:
         for number, means in enumerate(self.means):
             own = slice(2 * number, 2 * number + 2)
             covariance[own, own] = residuals @ means.covariance @ residuals.T
-        found, covariance, freedom = matrix @ measured, matrix @ covariance @ matrix.T, one.effective + two.effective - 2
+        found = matrix @ measured
+        covariance = matrix @ covariance @ matrix.T
+        freedom = one.effective + two.effective - 2
         parts = []
         for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
             spread = student(freedom) * math.sqrt(max(variance, 0.0))
@@ -273,7 +276,11 @@ class AutoPrompts(Component):
     def __init__(
         self, auto: AutoSchedule, schedule: RolloutSchedule, noise: PromptNoiseAverages, reuse: int, on_event: OnEvent
     ) -> None:
-        self.auto, self.schedule, self.noise, self.reuse, self.on_event = auto, schedule, noise, reuse, on_event
+        self.auto = auto
+        self.schedule = schedule
+        self.noise = noise
+        self.reuse = reuse
+        self.on_event = on_event
 
     def state(self) -> dict[str, Any]:
         """Return the decisions, from which `rampup.rl.train` makes the schedule of a resumed run."""
@@ -288,8 +295,11 @@ class AutoPrompts(Component):
         """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
         if not self.may_change_plan(line["step"] + 1):
             return {}
-        auto, before, noise = self.auto, self.auto.size, _times(self.reuse, self.noise.scale)
-        rollout, prompts = values["facts"]["rollout"] + 1, values["facts"]["consumed_prompts"]
+        auto = self.auto
+        before = self.auto.size
+        noise = _times(self.reuse, self.noise.scale)
+        rollout = values["facts"]["rollout"] + 1
+        prompts = values["facts"]["consumed_prompts"]
         auto.decide(step=rollout, sample=prompts, noise_scale=noise.low)
         if jax.process_count() > 1:
             # All compute the same averages; process 0 decides, in case rounding differs.
@@ -307,7 +317,8 @@ class PromptNoiseAverages(Component):
     """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in that of Adam; see `PromptNoise`."""
 
     def __init__(self, half_life_samples: float, responses: int) -> None:
-        self.half_life_samples, self.responses = half_life_samples, responses
+        self.half_life_samples = half_life_samples
+        self.responses = responses
         self.noises: dict[str, PromptNoise] = {}
 
     @property
@@ -326,7 +337,8 @@ class PromptNoiseAverages(Component):
 
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         """Take the `gradient_noise` of a step that has the facts of its blocks."""
-        noise, found = values.get("gradient_noise", {}), dict[str, Any]()
+        noise = values.get("gradient_noise", {})
+        found = dict[str, Any]()
         if FACTS not in noise:
             return found
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])

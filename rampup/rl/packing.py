@@ -105,7 +105,8 @@ def pack(lengths: Sequence[int], token_budget: int, ladder: Sequence[int], *, nu
             where = f"lengths[{values.index(extreme)}]={extreme:,}"
             raise ConfigError(f"{where} tokens must be between 1 and 10**18", key="lengths", nearest=[limit])
     _check_count(token_budget, "token_budget")
-    rungs, rule = tuple(_to_integers(ladder, "ladder")), ""
+    rungs = tuple(_to_integers(ladder, "ladder"))
+    rule = ""
     if rungs[0] < 1 or any(high <= low for low, high in itertools.pairwise(rungs)):
         rule = "be shapes of at least 1 token in ascending order"
     elif rungs[-1] != token_budget:

@@ -90,14 +90,17 @@ class RolloutPlan:
 
         # Whether the configured mini batch divides the batch is another question: `split_updates` blames the mini batch then.
         # Here the batch is to blame, because no size of a mini batch would do.
-        size, samples, factors = self.rollout_batch, self.samples_per_step, self._factors
+        size = self.rollout_batch
+        samples = self.samples_per_step
+        factors = self._factors
         if samples > MAX_SAMPLES:
             largest = max(MAX_SAMPLES // size.factor(**factors), 1)
             text = f"{size.arithmetic('rollout_batch', **factors)} must be at most {MAX_SAMPLES:,} samples"
             raise ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))
         # The batch must be a multiple of each of these. One count of a mini batch may be several samples, and without padding a
         # mini batch gives every stage of every replica the same number; with a token budget the lengths decide that.
-        units, replicas = [self.samples_per_prompt], []
+        units = [self.samples_per_prompt]
+        replicas = []
         for model, training in models.items():
             count = {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": training.data_parallel_size}
             evenly = 1 if training.token_budget is not None else training.data_parallel_size * training.num_stages
@@ -126,9 +129,11 @@ class RolloutPlan:
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
-        call, blamed = self.generation, {problem.key for problem in problems}
+        call = self.generation
+        blamed = {problem.key for problem in problems}
         if call is not None and (call.key or "generation") not in blamed:
-            each, per_count = call.samples(**factors), call.factor(**factors)
+            each = call.samples(**factors)
+            per_count = call.factor(**factors)
             if each > samples if self.pad else samples % each:
                 rule = f"must {'not exceed' if self.pad else 'divide'} the {samples} samples of a step"
                 legal = [max(samples // per_count, 1)] if self.pad else counts_that_divide(samples, per_count)
@@ -217,7 +222,8 @@ class RolloutPlan:
         rows = [row("prompts", 1, None, "read", **asked)]
         rows.append(row("responses", self.generate_calls, self.sequences_per_call, f"{self.samples_per_prompt:,} per prompt"))
         for updates in self.order:
-            model, replicas = "" if len(self.order) == 1 else f"{updates.model}: ", updates.data_parallel_size
+            model = "" if len(self.order) == 1 else f"{updates.model}: "
+            replicas = updates.data_parallel_size
             remark = "1 epoch" if updates.num_epochs == 1 else f"{updates.num_epochs:,} epochs"
             rows.append(row(f"{model}mini batches", updates.num_mini_batches, updates.mini_batch_samples, remark))
             remark, sizes = "1 replica" if replicas == 1 else f"{updates.microbatch_size or 0:,} per replica", {}
@@ -230,7 +236,8 @@ class RolloutPlan:
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return the plan as `rampup plan --json` prints it."""
-        per_sample, stored = self.experience_bytes_per_sample, None
+        per_sample = self.experience_bytes_per_sample
+        stored = None
         if self.experience is not None and per_sample is not None:
             stored = {
                 "bytes_per_sample": per_sample,

@@ -171,8 +171,12 @@ class RolloutStep:
         skip_nonfinite: bool,
     ) -> None:
         _check(schedule, options, critic)
-        self.schedule, self.options, self._mesh, self._reward = schedule, options, mesh, reward
-        self._policy, self._critic = over_rows(model, mesh), critic
+        self.schedule = schedule
+        self.options = options
+        self._mesh = mesh
+        self._reward = reward
+        self._policy = over_rows(model, mesh)
+        self._critic = critic
         budgets = {updates.model: updates.token_budget for updates in schedule.stages[0][1].order}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
         terms = {"epsilon": options.epsilon, "beta": options.beta, "temperature": options.temperature}
@@ -239,7 +243,8 @@ class RolloutStep:
             reference: those of the reference policy, by default the same.
             critic_params: the critic's, if there is one.
         """
-        given, found = {"policy": params, "critic": critic_params}, {"step": np.array(0, np.int32), "tally": Tally().to_words()}
+        given = {"policy": params, "critic": critic_params}
+        found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         for name, step in self._steps.items():
             found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
         if self.options.beta:
@@ -257,9 +262,11 @@ class RolloutStep:
                 the passes for `batch_size` prompts a step uses.
         """
         limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
-        models, start = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference], 0
+        models = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference]
+        start = 0
         for updates in self.schedule.stages[0][1].order if limits else ():
-            position, name = self.schedule.at(start), updates.model
+            position = self.schedule.at(start)
+            name = updates.model
             passes = self._passes(*self._mini_batch(state.experience, Tally(groups=1), position), position)
             passes.pop("group", None)
             row = {key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype)) for key, x in passes.items()}
@@ -314,7 +321,8 @@ class RolloutStep:
             state = state.replace(experience=experience, tally=tally.to_words())
         elif self._clock is not None and self._clock.rollout != position.rollout:
             self._clock = None  # resumed between two updates: the times before it are gone
-        began, tally = self._seconds, Tally.from_words(state.tally)
+        began = self._seconds
+        tally = Tally.from_words(state.tally)
         rows, lengths = self._mini_batch(state.experience, tally, position)
         passes = self._passes(rows, lengths, position)
         state, metrics = self._train(state, passes, position)
@@ -347,16 +355,22 @@ class RolloutStep:
 
     def _collect(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[Arrays, Tally]:
         """Generate the samples of a rollout, and return their stored arrays (see `rampup.rl.sizes.Experience`) and numbers."""
-        options, plan = self.options, position.plan
-        G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
+        options = self.options
+        plan = position.plan
+        G = plan.samples_per_prompt
+        most = plan.prompts_per_step
+        budget = options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
-        began, key = self._seconds, jax.random.fold_in(jax.random.key(options.seed), position.rollout)
+        began = self._seconds
+        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
         carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
         tokens = carried["attention_mask"].sum(axis=1).reshape(before.carried, G).sum(axis=1).tolist()
-        is_refilling, generated, found = options.zero_spread_groups == "refill", 0, []
+        is_refilling = options.zero_spread_groups == "refill"
+        generated = 0
+        found = []
         while budget is None or sum(tokens) < budget:
             missing = most - (len(tokens) if is_refilling else before.carried + generated)
             if is_refilling:
@@ -389,7 +403,9 @@ class RolloutStep:
         mini_batch = plan.policy_updates.mini_batch_samples // G
         sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
-        experience, new, scoring = self._empty_experience(), {}, 0.0
+        experience = self._empty_experience()
+        new = {}
+        scoring = 0.0
         rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
         # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
         kept = groups + waiting - before.carried
@@ -419,7 +435,8 @@ class RolloutStep:
     def _score(self, state: RolloutState, plan: RolloutPlan, samples: Samples, rewards_S: np.ndarray) -> Arrays:
         """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
         options = self.options
-        response_S, places_R = samples.response_length, np.arange(options.max_response_length)
+        response_S = samples.response_length
+        places_R = np.arange(options.max_response_length)
         counts_SR = places_R < response_S[:, None]
         arrays = {
             "tokens": samples.tokens,
@@ -474,7 +491,9 @@ class RolloutStep:
             responses.append(self.options.decode(response))
         if jax.process_count() == 1:
             return check_rewards(self._reward, prompts, responses, where=where)
-        number, problem, found = next(_reward_numbers), "", ""
+        number = next(_reward_numbers)
+        problem = ""
+        found = ""
         with watchdog(HEARTBEAT_SECONDS):
             if is_primary():
                 try:
@@ -504,7 +523,8 @@ class RolloutStep:
 
         def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
             if model == "policy":
-                logits_BTV, targets_BT = self._policy.logits(params, tokens_BT), jnp.roll(tokens_BT, -1, axis=1)
+                logits_BTV = self._policy.logits(params, tokens_BT)
+                targets_BT = jnp.roll(tokens_BT, -1, axis=1)
                 found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
             else:
                 found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
@@ -522,7 +542,9 @@ class RolloutStep:
 
         All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
         """
-        S, parts, sharding = len(samples[0]), [], batch_sharding(self._mesh)
+        S = len(samples[0])
+        parts = []
+        sharding = batch_sharding(self._mesh)
         for start in range(0, S, self.rows_per_call):
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
@@ -556,7 +578,8 @@ class RolloutStep:
             rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
         taken = rows if len(rows) else np.zeros(1, np.int64)
         chosen = {name: np.asarray(x)[taken] for name, x in experience.items()}
-        lengths, response_length = chosen["attention_mask"].sum(axis=1), chosen["response_mask"].sum(axis=1)
+        lengths = chosen["attention_mask"].sum(axis=1)
+        response_length = chosen["response_mask"].sum(axis=1)
         chosen |= {"prompt_length": lengths - response_length, "response_length": response_length}
         chosen["group"] = taken // position.plan.samples_per_prompt
         found = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
@@ -570,12 +593,14 @@ class RolloutStep:
         """Return the passes of an update, arrays (n, rows of a pass, ...). With a token budget, n depends on the lengths."""
         if not (ladder := self._ladders[position.model]):
             return padded_rows(rows, self.schedule.pass_samples(position.model))
-        replicas, tokens = position.split.data_parallel_size, lengths.tolist() or [1]
+        replicas = position.split.data_parallel_size
+        tokens = lengths.tolist() or [1]
         return packed_rows(rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens)
 
     def _train(self, state: RolloutState, passes: Arrays, position: UpdatePosition) -> tuple[RolloutState, Any]:
         """Run the optimizer once, on the sum over the passes."""
-        plan, (n, width) = self._plans[position.model], passes["tokens"].shape[:2]
+        plan = self._plans[position.model]
+        n, width = passes["tokens"].shape[:2]
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
         weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
@@ -592,7 +617,8 @@ class RolloutStep:
         self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: np.ndarray, passes: Arrays
     ) -> dict[str, Any]:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
-        plan, have = position.plan, tally.groups * position.plan.samples_per_prompt
+        plan = position.plan
+        have = tally.groups * position.plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
         ladder = self._ladders[position.model]
         computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
@@ -619,7 +645,8 @@ class RolloutStep:
             found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
         if self._clock is not None:
             generation, scoring, update = self._clock.parts.values()
-            found["generation_seconds"], found["scoring_seconds"] = round(generation, 6), round(scoring, 6)
+            found["generation_seconds"] = round(generation, 6)
+            found["scoring_seconds"] = round(scoring, 6)
             found["generation_tokens_per_second"] = round(self._clock.tokens / max(generation, 1e-9), 3)
             if position.is_last:
                 tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
@@ -713,7 +740,9 @@ def _with_lengths(schedule: RolloutSchedule, options: RolloutOptions) -> Rollout
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
     """Refuse a plan that cannot be trained with these options."""
     stages = [plan for _, plan in schedule.stages]
-    plan, sampling, largest = stages[0], options.sampling, max(stage.samples_per_prompt for stage in stages)
+    plan = stages[0]
+    sampling = options.sampling
+    largest = max(stage.samples_per_prompt for stage in stages)
     if (plan.critic is None) != (critic is None):
         missing = "the plan has a critic, but none is given" if critic is None else "a critic is given, but the plan has none"
         raise ConfigError(f"{missing}; give both or neither", key="enable_critic", nearest=(critic is not None,))

@@ -133,11 +133,13 @@ class RolloutSchedule:
         if not 0 <= step < self.total_steps:
             raise ResumeMismatchError(f"step={step} must be from 0 to {self.total_steps - 1}", key="step")
         index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
-        (first, plan), start = self.stages[index], self._starts[index]
+        first, plan = self.stages[index]
+        start = self._starts[index]
         rollouts, update = divmod(step - start.steps, sum(updates.optimizer_steps for updates in plan.order))
         updates = plan.order[0]
         if update >= updates.optimizer_steps:  # the critic is done
-            update, updates = update - updates.optimizer_steps, plan.order[1]
+            update = update - updates.optimizer_steps
+            updates = plan.order[1]
         before = start.after(rollouts, plan)
         phase = Phase(
             index=index,
@@ -146,7 +148,8 @@ class RolloutSchedule:
             num_steps=None if index == len(self.stages) - 1 else self._starts[index + 1].steps - start.steps,
             global_batch_size=updates.mini_batch_samples,
         )
-        rows, samples = self.pass_samples(updates.model), len(updates.mini_batch_range(update % updates.num_mini_batches))
+        rows = self.pass_samples(updates.model)
+        samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
         return UpdatePosition(
             step=step,
             consumed_samples=before.samples,
@@ -181,8 +184,10 @@ class RolloutSchedule:
 
     def ramp_plan(self, model: str) -> RampPlan:
         """Return the plan of one model's optimizer steps: that of its largest mini batch; an update may use less of it."""
-        updates, rows = [plan.updates(model) for _, plan in self.stages], self.pass_samples(model)
-        replicas, is_packed = updates[0].data_parallel_size, updates[0].token_budget is not None
+        updates = [plan.updates(model) for _, plan in self.stages]
+        rows = self.pass_samples(model)
+        replicas = updates[0].data_parallel_size
+        is_packed = updates[0].token_budget is not None
         most = max((each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows) for each in updates)
         largest = split_of(most, rows, replicas)
         return RampPlan(

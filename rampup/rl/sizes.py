@@ -213,7 +213,9 @@ def split_updates(
     Raises:
         BatchDivisibilityError, ConfigError: If sizes do not divide. One error has all problems and the nearest legal sizes.
     """
-    replicas, stages, budget = training.data_parallel_size, training.num_stages, training.token_budget
+    replicas = training.data_parallel_size
+    stages = training.num_stages
+    budget = training.token_budget
     factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": replicas}
     mini_batch = training.mini_batch.samples(**factors)
     # Every stage of every replica has as many samples as the others, so a mini batch is a multiple of this. With a token budget
@@ -229,7 +231,8 @@ def split_updates(
         return samples_per_step % samples == 0 and samples % unit == 0 and samples >= minimum
 
     problems: list[RampupError] = []
-    size, per_count = training.mini_batch, training.mini_batch.factor(**factors)
+    size = training.mini_batch
+    per_count = training.mini_batch.factor(**factors)
     if pad and mini_batch > samples_per_step:
         rule = f"must not exceed the {samples_per_step} samples of a step"
         problems.append(refused(size, "mini_batch", rule, [max(samples_per_step // per_count, 1)]))
@@ -255,7 +258,9 @@ def split_updates(
             per_replica = -(-mini_batch // replicas)
             max_passes = -(-per_replica // (budget // max_length * stages)) * stages
     else:
-        size, per_count, per_stage = training.microbatch, training.microbatch.factor(**factors), mini_batch // stages
+        size = training.microbatch
+        per_count = training.microbatch.factor(**factors)
+        per_stage = mini_batch // stages
         samples = size.samples(**factors)
         microbatch_size = -(-samples // replicas)
         # Not after an illegal mini batch: divisors of it would be no advice.

@@ -96,7 +96,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     problems: list[RampupError] = []
     if system not in SYSTEMS:
         problems.append(choice_error("system", system, SYSTEMS))
-    number, device_bytes = 0, None
+    number = 0
+    device_bytes = None
     try:
         number = parse_count(params, what="params", key="params")
         if number < 1:
@@ -114,7 +115,10 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             "of a device, for a rule of thumb",
             key="memory-gib",
         )
-    notes, row, sizes, used = ["a starting point only: `rampup tune` finds the largest microbatch that fits"], None, None, None
+    notes = ["a starting point only: `rampup tune` finds the largest microbatch that fits"]
+    row = None
+    sizes = None
+    used = None
     if system not in TABLES:
         notes.append(
             f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach "
@@ -129,7 +133,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         if system == "skyrl":
             # What follows from the sizes, and what to change when memory or time runs out.
             prompts, mini, micro, responses, num_devices = row.sizes
-            steps, samples = prompts // mini, mini * responses
+            steps = prompts // mini
+            samples = mini * responses
             smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
             notes += [
                 f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "

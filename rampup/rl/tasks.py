@@ -101,7 +101,8 @@ class Arithmetic:
             ['15']
         """
         bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2))
-        draws, sums = bits[:, 0] / 2.0**64, 2 * self.max_operand + 1
+        draws = bits[:, 0] / 2.0**64
+        sums = 2 * self.max_operand + 1
         answers = []
         for prompt, draw, other in zip(prompts, draws.tolist(), bits[:, 1].tolist(), strict=True):
             right = int(self.answer(prompt))

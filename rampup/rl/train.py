@@ -213,7 +213,8 @@ class RolloutRun:
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
         """Return the share of right answers to the held-out prompts, sampled as in training, and of the greedy answers."""
-        plan, first = self.schedule.stages[0][1], self.config.test_batch_start_index
+        plan = self.schedule.stages[0][1]
+        first = self.config.test_batch_start_index
         prompts = [encode(prompt) for prompt in self.task.held_out(first, first + self.config.eval_prompts)]
         samples = plan.eval_samples_per_prompt
         rewards = self.step.evaluate(state.params, prompts, samples_per_prompt=samples, seed=self.config.init_weights_seed)
@@ -227,7 +228,10 @@ class RolloutRun:
 
     def _loop(self, folder: Path, on_event: OnEvent, rows: list[list[int]] | None) -> Loop:
         """Return the training loop. `rows` are the decisions of an automatic schedule in the checkpoint."""
-        config, options, at, schedule = self.config, self.step.options, self.schedule.at, self.schedule
+        config = self.config
+        options = self.step.options
+        at = self.schedule.at
+        schedule = self.schedule
         evaluation = EvalOptions(evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True)
         # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but this many of its largest steps.
         # With an automatic schedule, of its first steps: a run may have too few rollouts to wait for as many large ones.
@@ -284,7 +288,8 @@ class RolloutRun:
 
     def _warm_start(self, params: Any) -> Any:
         """Return parameters after supervised steps on answers, a share of them right."""
-        config, replicas = self.config, self.schedule.stages[0][1].policy.data_parallel_size
+        config = self.config
+        replicas = self.schedule.stages[0][1].policy.data_parallel_size
         plan = RampPlan(
             ramp=BatchRamp.constant(config.warm_start_batch_size),
             splitter=BatchSplitter(data_parallel_size=replicas),
@@ -335,7 +340,9 @@ class _LoopStep(LoopStep):
 
 def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
-    problems, beta, epsilon = [], config.grpo_beta, config.grpo_epsilon
+    problems = []
+    beta = config.grpo_beta
+    epsilon = config.grpo_epsilon
     if beta > 0 and not config.enable_reference_policy:
         text = f"rl.grpo_beta={beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0"
         problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
@@ -343,7 +350,8 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
         text = f"max_prompt_length={config.max_prompt_length} must be at least {longest}, the length of a prompt with "
         text += f"max_operand={config.max_operand}"
         problems.append(ConfigError(text, key="max_prompt_length", nearest=(longest,)))
-    batch, replicas = config.warm_start_batch_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    batch = config.warm_start_batch_size
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch % replicas:
         text = f"warm_start_batch_size={batch} must be a multiple of the {replicas} devices that share a batch"
         problems.append(ConfigError(text, key="warm_start_batch_size", nearest=nearest_multiples(batch, replicas)))
