@@ -63,11 +63,13 @@ def test_imports_have_no_cycle():
 
 
 def test_import_rampup_imports_no_jax():
-    """`import rampup`, a plan and a check of a file import no jax; `rampup.train_step` does, and nothing that reads data."""
+    """`import rampup`, a plan and a check of a file import no jax, and a legal plan nothing that explains a refused one;
+    `rampup.train_step` imports jax, and nothing that reads data.
+    """
     code = """
 import sys, rampup
 rampup.build_plan(rampup.Config(), 1), rampup.check_file, rampup.RolloutPlan, rampup.Timetable
-assert "jax" not in sys.modules and "numpy" not in sys.modules
+assert "jax" not in sys.modules and "numpy" not in sys.modules and "rampup.config.refusal" not in sys.modules
 rampup.train_step
 assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
 """

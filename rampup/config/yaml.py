@@ -43,7 +43,8 @@ _SCALARS = {
     "bool": (r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("tTfFyYnNoO")),
     "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
     "float": (
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
+        r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
         r"|\.(?:nan|NaN|NAN)|nan",
         list("-+.0123456789in"),
     ),
