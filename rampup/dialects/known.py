@@ -72,16 +72,17 @@ def load_known_keys(system: str) -> KnownKeys:
 
 
 def find_open_forks(
-    located: Mapping[str, Located], known: KnownKeys, sizes: Iterable[str], system: str
+    located: Mapping[str, Located], known: KnownKeys, sizes: Iterable[str], system: str, decides: re.Pattern[str] = _MULTIPLIES
 ) -> Iterator[ConfigError]:
     """Yield an error for each key that no version has but whose name is that of a size: only a fork reads it.
 
-    Null as its value is the answer that it changes no size. `sizes` are the known keys of sizes.
+    Null as its value is the answer that it changes no size. `sizes` are the known keys of sizes, and `decides` matches other
+    names that are those of sizes.
     """
     last_parts = {name.rpartition(".")[2] for name in sizes}
     for name, place in located.items():
         last = name.rpartition(".")[2]
-        is_size = last in last_parts or _MULTIPLIES.fullmatch(last)
+        is_size = last in last_parts or decides.fullmatch(last)
         if place.value is None or not is_size or known.life(name) is not None:
             continue
         said = (

@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Bases, Entry, Launch, Settings, Source, entry, option, read_source, type_settings
+from rampup.dialects.reading import (
+    Bases,
+    Entry,
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    entry,
+    find_in_repository,
+    option,
+    read_source,
+    type_settings,
+)
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import show_unknown, unknown_names
@@ -183,8 +195,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
 
+    leaves, model_notes = _read_model(reading, leaves, launch)
     reading = dataclasses.replace(
         reading,
+        notes=(*reading.notes, *model_notes),
         leaves={name: value for name, value in leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))},
         overrides=[setting for setting in reading.overrides if setting not in given],
         recognized=reading.recognized or bool(shipped),
@@ -215,6 +229,25 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
         return {"num_devices": outer.locate(chips * int(slices)), "num_slices": outer.locate(int(slices))}
     match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
     return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
+
+
+# The families of models whose files MaxText ships. They set no batch sizes.
+_MODELS = re.compile(r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok")
+
+
+def _read_model(reading: Reading, leaves: Mapping[str, Located], launch: Launch) -> tuple[dict[str, Located], list[str]]:
+    """Return the keys with those of the model's own file, above base.yml and below a command's settings, and notes."""
+    chosen = [setting.partition("=")[2] for setting in reading.overrides if setting.startswith("model_name=")]
+    model = chosen[-1] if chosen else str(leaves["model_name"].value) if "model_name" in leaves else "default"
+    if unknown_names(model):
+        return {**leaves}, []
+    if files := find_in_repository(reading.path, f"configs/models/{model}.yml"):
+        own = read_source(files[0], (), launch, strict=False).rename(launch.canonical).leaves
+        note = f"model_name={model}: {files[0]} is read above base.yml."
+        return ({**own, **leaves} if reading.command is not None else {**leaves, **own}), [note]
+    if not model or _MODELS.match(model):
+        return {**leaves}, []
+    return {**leaves}, [f"model_name={model} is no model of MaxText; what its configs/models/{model}.yml sets is not read."]
 
 
 class BatchSizes(NamedTuple):

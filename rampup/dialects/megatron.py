@@ -19,12 +19,23 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, resolve_reference, type_settings
+from rampup.dialects.known import find_open_forks, load_known_keys
+from rampup.dialects.reading import (
+    Entry,
+    Launch,
+    Settings,
+    Source,
+    entry,
+    program_of,
+    read_source,
+    resolve_reference,
+    type_settings,
+)
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, raise_together
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
@@ -100,6 +111,11 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
     """
     reading = read_source(source, overrides, launch)
+    command = reading.command
+    program = program_of(command).rpartition("/")[2] if command is not None else ""
+    if command is not None and program and not _TRAINS.search(program) and not any(VERSION in word for word in overrides):
+        said = f"unknown, a fork: this starts {program}.py. If it takes Megatron's arguments, say so with {VERSION}=legacy"
+        raise ConfigError(said, key=VERSION, path=command.path, line=command.line or None)
     renamed = []
     for setting in reading.overrides:
         name, equals, text = setting.partition("=")
@@ -144,6 +160,10 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
     notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
     reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
+    answered = {setting.partition("=")[0] for setting in renamed}
+    written = {name: value for name, value in located.items() if name not in KEYS and name not in answered}
+    decides = _SIZES if command is not None else _LAYOUTS
+    raise_together(list(find_open_forks(written, load_known_keys("megatron"), (), "Megatron-LM", decides)))
     return type_settings(reading, entries, system="Megatron")
 
 
@@ -167,11 +187,20 @@ def _normalize(name: str, located: Located) -> tuple[str, Located]:
     return name, dataclasses.replace(located, value=value)
 
 
+# Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in YAML, meshes of several kinds of devices.
+_OPTION = re.compile(r"--\S|-[tpdcev]{1,2}p$")
+_SIZES = re.compile(
+    r"[tpdcev]{1,2}p|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
+)
+_LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
+_TRAINS = re.compile(r"(?i)pretrain|finetune|train|sft|^run|gpt|llama|bert|t5|megatron")
+
+
 def read_options(command: Command) -> dict[str, Located]:
     """Return the keys that the options of a command set: true for a flag, several words for a ramp, otherwise the first one."""
     located: dict[str, Located] = {}
     for index, word in enumerate(command.words):
-        if not word.startswith("--") or len(word) == 2:
+        if not _OPTION.match(word):
             continue
         written, equals, attached = word.partition("=")
         following = itertools.takewhile(lambda other: not other.startswith("--"), command.words[index + 1 :])

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from rampup.dialects.known import load_known_keys
 from rampup.dialects.reading import Entry, Launch, Settings, entry
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
@@ -76,12 +77,26 @@ LAUNCH = Launch(
     # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
     bases={name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")},
     version="August 2026",
+    keys="skyrl",
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 TRAINED = ("trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts")
 MODEL_COUNTS: dict[str, tuple[str, ...]] = {model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS}
 MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")}
 MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
+
+
+_KNOWN = load_known_keys("skyrl")
+_SECTIONS = ("data", "trainer", "generator", "environment")
+
+
+def _unknown_keys(job: SkyRLJob) -> list[str]:
+    """Return the keys that no class of SkyRL's settings has, with their lines; integrations have sections of their own."""
+    return [
+        f"{name} (line {place.line})" if place.line else name
+        for name, place in job.settings.looked_up.items()
+        if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None
+    ]
 
 
 class SkyRLJob(RolloutJob):
@@ -190,6 +205,8 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         )
     if job["trainer.strategy"] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
+    if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
+        yield f"{', '.join(old[:4])}: SkyRL had these keys until 2026; that of August 2026 refuses them."
     yield "the learning-rate schedule advances with every optimizer step."
 
 
@@ -260,6 +277,11 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
 
 
 RULES: list[Rule[SkyRLJob]] = [
+    Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not _unknown_keys(job),
+        message=lambda job: (
+            f"{', '.join(_unknown_keys(job)[:4])} must be left out: SkyRL refuses them as invalid fields. For a fork that "
+            "has them, give them on rampup's command line as well"),
+        candidates=lambda job: None),
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
     *positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref, found_by="run"),
