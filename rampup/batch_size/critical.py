@@ -4,13 +4,17 @@ The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXi
 checkpoint train on the same samples, each with another batch. The critical batch is the largest whose smoothed loss is not
 above that of any smaller batch by more than a tolerance. Here the losses of all branches are measured on the same rows, so that
 the noise of the rows cancels in their differences.
+
+A window can only show what it changes. The *gain* is what it lowers the loss of the smallest branch, on the same rows. A branch
+that ends worse by a share w of the gain has wasted about that share of its samples, so it needs w / (1 - w) more tokens. By
+default, the tolerance is the share of a batch that needs 20% more tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple, Self
 
@@ -21,8 +25,14 @@ from rampup.plan.numbers import exact_fraction, finite_or_none
 SMOOTHING = 0.5
 # Evaluations of a branch if its window is long enough, and the fewest.
 EVALUATIONS, LEAST_EVALUATIONS = 16, 4
-# Optimizer steps of the largest branch if no window is given.
-DEFAULT_STEPS = 20
+# If no window is given, it is at least so many optimizer steps of the largest branch, and so long that the loss curve of the
+# run promises this gain in nats: a sixth of it is some three standard errors of a difference of losses.
+DEFAULT_STEPS, DEFAULT_GAIN = 20, 0.02
+# The default tolerance as a share of the gain: w / (1 - w) is 20%.
+TOLERANCE_SHARE = 1 / 6
+# A measurement decides if its tolerance is at most this share of the gain, so that a batch which wastes half of its samples
+# fails, and at least so many standard errors.
+DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
 # A branch can be stopped after this fraction of its window, if it then loses by this many tolerances and standard errors.
 LEAST_PROGRESS = Fraction(1, 3)
 CLEAR_TOLERANCES, CLEAR_ERRORS = 2.0, 3.0
@@ -41,14 +51,15 @@ class BranchWindow:
     num_evaluations: int  # evaluations of a branch; the last one is at the end of the window
 
     @classmethod
-    def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None) -> Self:
+    def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None, *, promising: int = 0) -> Self:
         """Return the branches of a run whose batch has `global_batch_size` samples.
 
         Args:
             global_batch_size: samples per optimizer step of the run at the checkpoint.
             multiples: factors of it, as numbers or text.
             samples: samples that every branch trains on at least; it is rounded up to whole intervals. None: `DEFAULT_STEPS`
-                optimizer steps of the largest branch.
+                optimizer steps of the largest branch, or `promising` samples if these are more.
+            promising: the result of `samples_for_gain`.
 
         Raises:
             RampupError: a multiple is not positive, is given twice or does not give a whole batch, or the window is too short.
@@ -82,7 +93,7 @@ class BranchWindow:
         # After this many samples, every branch has taken a whole number of steps.
         unit = math.lcm(*sizes)
         if samples is None:
-            samples = max(DEFAULT_STEPS * sizes[-1], LEAST_EVALUATIONS * unit)
+            samples = max(DEFAULT_STEPS * sizes[-1], LEAST_EVALUATIONS * unit, promising)
         if samples <= (LEAST_EVALUATIONS - 1) * unit:
             least = LEAST_EVALUATIONS * unit
             raise ConfigError(
@@ -185,6 +196,9 @@ class BranchResult:
     standard_error: float | None  # of its difference from the best smaller branch; 0 for the smallest, None if not finite
     stopped: bool  # whether it was stopped early
     difference: float | None  # from the best smaller branch, or None
+    # The share of additional tokens that its batch needs, compared with the best smaller branch: the estimate, and the ends of
+    # its interval of two standard errors. None if it is not known, or without a limit.
+    token_overhead: tuple[float | None, float | None, float | None] | None = None
 
 
 def find_critical(
@@ -222,6 +236,140 @@ def find_critical(
             )
         )
     return tuple(results), critical
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the branches of a checkpoint show.
+
+    Attributes:
+        branches: the results, smallest batch first.
+        critical: the number of the branch with the critical batch.
+        tolerance: nats by which a branch may be worse than a smaller one.
+        gain: nats by which the window lowered the loss of the smallest branch; None if it was stopped.
+        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none.
+        deciding_samples: samples of a window that could, if this one could not; None = nothing in it says so.
+        earlier: the number of the branch that the first half of the window shows, if it is another one.
+    """
+
+    branches: tuple[BranchResult, ...]
+    critical: int
+    tolerance: float
+    gain: float | None
+    decisive: bool
+    deciding_samples: int | None = None
+    earlier: int | None = None
+
+
+def judge(
+    window: BranchWindow,
+    curves: Sequence[Sequence[Evaluation]],
+    checkpoint: Evaluation,
+    tolerance: float | None,
+    consumed_samples: int,
+) -> Verdict:
+    """Return what the branches show, and whether they could have shown something else.
+
+    Args:
+        window: the window.
+        curves: the evaluations of all branches.
+        checkpoint: the losses of the checkpoint on the rows of the last evaluation.
+        tolerance: nats; None = `TOLERANCE_SHARE` of the gain.
+        consumed_samples: samples of the run before the checkpoint.
+
+    Example:
+        >>> window = BranchWindow.of(8, (1, 2, 4), 128)
+        >>> curves = [[Evaluation((loss,), (1.0,))] * 4 for loss in (2.0, 2.005, 2.2)]
+        >>> found = judge(window, curves, Evaluation((2.3,), (1.0,)), None, 1000)
+        >>> found.critical, round(found.gain, 3), found.decisive
+        (1, 0.3, True)
+        >>> found = judge(window, curves, Evaluation((2.006,), (1.0,)), 0.01, 1000)
+        >>> found.decisive, found.deciding_samples
+        (False, 495)
+    """
+    gain, gain_error = _gain(curves[0], checkpoint, window.num_evaluations)
+    # A gain that is not clear may be as large as its error.
+    likely = max(gain or 0.0, gain_error)
+    if tolerance is None:
+        tolerance = TOLERANCE_SHARE * likely * _progress(window.num_evaluations)
+    results, critical = find_critical(window, curves, tolerance)
+    if gain is None or likely == 0:
+        return Verdict(branches=results, critical=critical, tolerance=tolerance, gain=gain, decisive=False)
+    errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
+    # How many times as much the window would have to gain. A longer one gains in proportion, and is evaluated on so many more
+    # rows.
+    needed = tolerance / (DECISIVE_SHARE * likely)
+    needed = max(
+        needed, (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3), (CLEAR_ERRORS * gain_error / likely) ** (2 / 3)
+    )
+    is_clear = gain > CLEAR_ERRORS * gain_error
+    is_decisive = is_clear and needed <= 1
+    half = [curve[: -(-window.num_evaluations // 2)] for curve in curves]
+    first = replace(window, num_evaluations=len(half[0]))
+    earlier = find_critical(first, half, tolerance)[1]
+    return Verdict(
+        branches=tuple(_with_overhead(branch, gain * _progress(window.num_evaluations)) for branch in results)
+        if is_clear
+        else results,
+        critical=critical,
+        tolerance=tolerance,
+        gain=gain,
+        decisive=is_decisive,
+        deciding_samples=None if is_decisive else longer_window(window.samples, consumed_samples, max(needed, 1.0)),
+        earlier=None if earlier == critical else earlier,
+    )
+
+
+def samples_for_gain(curve: Iterable[tuple[int, float]], consumed_samples: int, gain: float = DEFAULT_GAIN) -> int:
+    """Return the samples after which the loss of a run is lower by `gain`, by the slope of its second half over ln(samples).
+
+    Returns 0 if the loss does not fall there, or too few losses are known.
+
+    Example:
+        >>> samples_for_gain(((n, 5 - 0.1 * math.log(n)) for n in range(100, 1001, 100)), 1000, gain=0.01)
+        106
+    """
+    points = [(math.log(n), loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
+    if len(points) < LEAST_EVALUATIONS:
+        return 0
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    # A slope that promises the gain only after a hundred times the samples promises nothing.
+    return math.ceil(consumed_samples * math.expm1(gain / -slope)) if slope < 0 and gain / -slope < math.log(100) else 0
+
+
+def longer_window(samples: int, consumed_samples: int, times: float) -> int:
+    """Return the samples of a window that gains `times` as much as one of `samples`: losses fall with ln(samples)."""
+    consumed = max(consumed_samples, 1)
+    exponent = min(times * math.log1p(samples / consumed), 60.0)
+    return max(math.ceil(consumed * math.expm1(exponent)), math.ceil(times * samples))
+
+
+def _gain(smallest: Sequence[Evaluation], checkpoint: Evaluation, num_evaluations: int) -> tuple[float | None, float]:
+    """Return what the window lowered the loss of the smallest branch, and its standard error."""
+    if len(smallest) < num_evaluations or not math.isfinite(smallest[-1].mean):
+        return None, 0.0
+    return smoothed_difference([checkpoint], [smallest[-1]])
+
+
+def tolerance_of(curves: Sequence[Sequence[Evaluation]], checkpoint: Evaluation | None, num_evaluations: int) -> float:
+    """Return the default tolerance as far as it is known: infinite before the smallest branch is complete."""
+    gain = None if checkpoint is None else _gain(curves[0], checkpoint, num_evaluations)[0]
+    return TOLERANCE_SHARE * gain * _progress(num_evaluations) if gain is not None and gain > 0 else math.inf
+
+
+def _progress(num_evaluations: int) -> float:
+    """Return the part of the window that has passed in a smoothed loss, whose older evaluations are earlier in it."""
+    return sum(share * number / num_evaluations for number, share in enumerate(_shares(num_evaluations), start=1))
+
+
+def _with_overhead(branch: BranchResult, gain: float) -> BranchResult:
+    if branch.difference is None or branch.standard_error is None:
+        return branch
+    wasted = [(branch.difference + errors * branch.standard_error) / gain for errors in (0, -2, 2)]
+    value, low, high = (None if share >= 1 else max(share, 0.0) / (1 - max(share, 0.0)) for share in wasted)
+    return replace(branch, token_overhead=(value, low, high))
 
 
 Bound = Literal["exact", "at_least", "at_most"]

@@ -14,6 +14,7 @@ from rampup.show.console import make_table, print_notes
 from rampup.show.format import format_value
 
 if TYPE_CHECKING:
+    from rampup.batch_size.critical import BranchResult
     from rampup.lm.branches import CriticalBatch
 
 ARGUMENTS = {
@@ -22,8 +23,15 @@ ARGUMENTS = {
     "--multiples": arg(
         "K,K,...", "factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that give no legal batch"
     ),
-    "--tokens": arg("WINDOW", "tokens that each branch trains on; by default 20 steps of the largest batch"),
-    "--tolerance": arg("NATS", "loss by which a larger batch may be worse, 0.01 by default", default="0.01"),
+    "--tokens": arg(
+        "WINDOW",
+        "tokens that each branch trains on; by default so many that the run's loss curve promises a gain of 0.02, and at least "
+        "20 steps of the largest batch",
+    ),
+    "--tolerance": arg(
+        "NATS",
+        "loss by which a larger batch may be worse; by default a sixth of what the window gains, which is 20% more tokens",
+    ),
     "--work": arg("DIR", "folder from which an interrupted measurement resumes, RUN_DIR.critical by default"),
     **FAKE_DEVICES,
 }
@@ -34,7 +42,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     multiples = None
     if args.multiples is not None:
         multiples = [exact_fraction(part, what="multiples", key="multiples") for part in args.multiples.split(",")]
-    tolerance = exact_fraction(args.tolerance, what="tolerance", key="tolerance")
+    tolerance = None if args.tolerance is None else exact_fraction(args.tolerance, what="tolerance", key="tolerance")
     tokens = None if args.tokens is None else parse_count(args.tokens, what="tokens", key="tokens")
     if args.step is not None and args.step < 1:
         raise ConfigError(f"step={args.step} must be at least 1: there is no checkpoint of step 0", key="step", nearest=(1,))
@@ -47,7 +55,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         step=args.step,
         multiples=multiples,
         tokens=tokens,
-        tolerance=float(tolerance),
+        tolerance=None if tolerance is None else float(tolerance),
         work_folder=args.work,
         report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
@@ -61,27 +69,37 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
         measured = (branch.loss, branch.difference, None if branch.difference is None else branch.standard_error)
         cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)]
         sizes = (f"{branch.multiple}x", f"{branch.global_batch_size:,}", format_value(rate))
-        rows.append((*sizes, *cells, "stopped early" if branch.stopped else ""))
+        rows.append((*sizes, *cells, _overhead(branch), "stopped early" if branch.stopped else ""))
         if None not in measured[1:] and not branch.stopped:
             close += [sizes[1]] if abs(branch.difference - found.tolerance) < 2 * branch.standard_error else []
-    titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
+    titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "more tokens", "")
     console.print(make_table(console, titles, rows, left=1))
-    relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
-    console.print(
-        f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose loss "
-        f"is within {found.tolerance:g} of every smaller one after {found.tokens:,} tokens"
-    )
-    if found.bound == "at_least":
-        largest = found.branches[-1].multiple
-        print_notes([f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console)
-    if found.bound == "at_most":
-        tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
-        reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
-        print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
-    console.print(
-        f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
-        f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
-    )
+    if found.gain is not None:
+        console.print(f"{found.tokens:,} tokens lowered the loss of the smallest branch by {found.gain:.4f}")
+    if not found.decisive:
+        _print_undecided(found, console)
+    else:
+        relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
+        console.print(
+            f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose "
+            f"loss is within {found.tolerance:.4g} of every smaller one"
+        )
+        if found.bound == "at_least":
+            largest = found.branches[-1].multiple
+            print_notes(
+                [f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console
+            )
+        if found.bound == "at_most":
+            tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
+            reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
+            print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
+        if found.half_window_size is not None:
+            shown = f"the first half of the window shows {found.half_window_size:,}: the answer depends on the window"
+            print_notes([f"{shown}; measure again with --tokens {2 * found.tokens:,}"], console)
+        console.print(
+            f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
+            f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
+        )
     if found.noise_scale_samples is None:
         print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
     else:
@@ -92,3 +110,20 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             [f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"], console
         )
     console.print(f"kept in {found.folder}")
+
+
+def _overhead(branch: BranchResult) -> str:
+    """Return the share of additional tokens of a branch with its interval, as text."""
+    if branch.token_overhead is None:
+        return "-"
+    value, low, high = ("no limit" if share is None else f"{share:.0%}" for share in branch.token_overhead)
+    return f"{value} ({low} to {high})"
+
+
+def _print_undecided(found: CriticalBatch, console: Console) -> None:
+    if found.gain is None or found.deciding_tokens is None:
+        why, fix = "which is too little to measure", f"a window several times as long, such as --tokens {8 * found.tokens:,}"
+    else:
+        why = f"too little for a tolerance of {found.tolerance:.4g}: a batch that wastes half of its samples could pass"
+        fix = f"--tokens {found.deciding_tokens:,}"
+    console.print(f"undecided at step {found.step:,}: the window gains {why}; {fix} could decide")

@@ -27,9 +27,11 @@ from rampup.batch_size.critical import (
     BranchWindow,
     Evaluation,
     critical_bound,
-    find_critical,
     is_losing,
+    judge,
+    samples_for_gain,
     smoothed_loss,
+    tolerance_of,
 )
 from rampup.batch_size.design_model import format_schedule
 from rampup.batch_size.noise_scale import NoiseEstimate, measured_noise
@@ -73,8 +75,6 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
-# Nats by which a larger batch may be worse, as in the paper.
-DEFAULT_TOLERANCE = 0.01
 EVALUATIONS_FILE = "evaluations.jsonl"
 # Checkpoints of a branch that is not interrupted.
 SAVES_PER_BRANCH = 4
@@ -89,10 +89,15 @@ class CriticalBatch:
     Attributes:
         step: optimizer steps done in the checkpoint.
         branches: the branches, smallest batch first.
+        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none. If not, the
+            next three are None.
         critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
         bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was tried, else `exact`.
         batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's
             `batch_size_schedule_unit`.
+        gain: nats by which the window lowered the loss of the smallest branch; None if that is not finite.
+        deciding_tokens: tokens of a window that could decide, if this one could not and it can be estimated.
+        half_window_size: what the first half of the window shows, in samples, if it contradicts the whole.
         learning_rates: the learning rate of each branch.
         tolerance: nats by which a branch may be worse than a smaller one.
         tokens: tokens that every branch trained on.
@@ -104,9 +109,13 @@ class CriticalBatch:
 
     step: int
     branches: tuple[BranchResult, ...]
-    critical_batch_size: int
-    bound: Bound
-    batch_size_schedule: str
+    decisive: bool
+    critical_batch_size: int | None
+    bound: Bound | None
+    batch_size_schedule: str | None
+    gain: float | None
+    deciding_tokens: int | None
+    half_window_size: int | None
     learning_rates: tuple[float, ...]
     tolerance: float
     tokens: int
@@ -119,17 +128,24 @@ class CriticalBatch:
         """Return the result as `rampup critical --json` prints it."""
         names = ("global_batch_size", "loss", "standard_error", "stopped")
         branches = [
-            {"multiple": plain_number(branch.multiple)} | {name: getattr(branch, name) for name in names}
+            {"multiple": plain_number(branch.multiple)}
+            | {name: getattr(branch, name) for name in names}
+            | {"token_overhead": branch.token_overhead}
             for branch in self.branches
         ]
-        names = ("critical_batch_size", "bound", "batch_size_schedule")
+        names = ("decisive", "critical_batch_size", "bound", "batch_size_schedule", "tolerance", "gain")
+        names += ("tokens", "deciding_tokens", "half_window_size")
         return {"step": self.step, "branches": branches} | {name: getattr(self, name) for name in names}
 
     @property
     def disagreement(self) -> str | None:
         """How the measured noise scale differs from the critical batch, if it differs by more than a factor of 2."""
         noise = self.noise_scale_samples
-        if noise is None or not (value := noise.low if noise.value is None else noise.value):
+        if (
+            noise is None
+            or self.critical_batch_size is None
+            or not (value := noise.low if noise.value is None else noise.value)
+        ):
             return None
         ratio = value / self.critical_batch_size
         # A lower bound does not contradict a larger number, nor an upper one a smaller number.
@@ -139,7 +155,7 @@ class CriticalBatch:
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
         return (
             f"the gradient noise scale, {noise} samples, is {factor} the critical batch: trust the branches. The noise "
-            "scale describes plain SGD with its best learning rate; with Adam it can be off by orders of magnitude"
+            "scale describes plain SGD with its best learning rate; with Adam it can be off in both directions"
         )
 
 
@@ -149,7 +165,7 @@ def find_critical_batch_size(
     step: int | None = None,
     multiples: Sequence[object] | None = None,
     tokens: int | None = None,
-    tolerance: float = DEFAULT_TOLERANCE,
+    tolerance: float | None = None,
     work_folder: str | Path | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> CriticalBatch:
@@ -163,9 +179,10 @@ def find_critical_batch_size(
         step: optimizer steps done in the checkpoint; None = the newest intact one.
         multiples: factors of the run's batch at the checkpoint; numbers or text such as "1/2". None = 1, 2, 4, 8, and those of
             1/4 and 1/2 that give a legal batch.
-        tokens: tokens that each branch trains on, rounded up to whole steps of all branches; None = 20 optimizer steps of the
-            largest branch.
-        tolerance: nats by which the loss of a larger batch may be above that of a smaller one.
+        tokens: tokens that each branch trains on, rounded up to whole steps of all branches; None = so many that the loss curve
+            of the run promises a gain of 0.02 nats, and at least 20 optimizer steps of the largest branch.
+        tolerance: nats by which the loss of a larger batch may be above that of a smaller one; None = a sixth of the gain,
+            which a batch loses that needs 20% more tokens.
         work_folder: folder for evaluations and checkpoints of branches; None = RUN.critical next to the run's folder.
         report: called with a line of progress.
 
@@ -173,12 +190,18 @@ def find_critical_batch_size(
         RampupError: the run cannot be branched like this.
         KeyboardInterrupt: it was interrupted; the same call resumes.
     """
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(DEFAULT_TOLERANCE,))
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(0.01,))
     folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
-    branches = _Branches(config, record, multiples, tokens)
+    lines = list(read_lines(folder / METRICS_FILE))
+    curve = [
+        (line["consumed_samples"], line["loss"])
+        for line in lines
+        if line["step"] < step and isinstance(line.get("loss"), float)
+    ]
+    branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
     # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
     file = folder / CHECKPOINT_FOLDER / str(step) / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
@@ -194,21 +217,27 @@ def find_critical_batch_size(
         f"tokens each, evaluated {window.num_evaluations} times; kept in {work}"
     )
     with own_run(work):
-        curves = _train_branches(branches, folder, work, tolerance, report)
-    results, critical = find_critical(window, curves, tolerance)
+        curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
+    position = branches.run_plan.position(step)
+    verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
     unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
-    size = window.sizes[critical]
-    noise = [noise for line, noise in measured_noise(read_lines(folder / METRICS_FILE)) if line["step"] < step]
+    size = window.sizes[verdict.critical]
+    noise = [noise for line, noise in measured_noise(lines) if line["step"] < step]
     ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
     phases = [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases]
+    deciding, earlier = verdict.deciding_samples, verdict.earlier
     found = CriticalBatch(
         step=step,
-        branches=results,
-        critical_batch_size=size,
-        bound=critical_bound(window.sizes, size),
-        batch_size_schedule=format_schedule(phases, tokens_per_sample=unit),
+        branches=verdict.branches,
+        decisive=verdict.decisive,
+        critical_batch_size=size if verdict.decisive else None,
+        bound=critical_bound(window.sizes, size) if verdict.decisive else None,
+        batch_size_schedule=format_schedule(phases, tokens_per_sample=unit) if verdict.decisive else None,
+        gain=verdict.gain,
+        deciding_tokens=None if deciding is None else deciding * config.max_target_length,
+        half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
-        tolerance=tolerance,
+        tolerance=verdict.tolerance,
         tokens=window.samples * config.max_target_length,
         noise_scale_samples=noise[-1] if noise else None,
         num_compilations=branches.setup.step.num_compilations,
@@ -216,9 +245,7 @@ def find_critical_batch_size(
         smaller=_legal_multiples(branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)),
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
-    position = branches.run_plan.position(step)
     place = {"consumed_samples": position.consumed_samples, "global_batch_size": position.split.global_batch_size}
-    place["tokens"] = found.tokens
     (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
     return found
 
@@ -258,7 +285,12 @@ class _Branches:
     """
 
     def __init__(
-        self, config: Config, record: Mapping[str, Any], multiples: Sequence[object] | None, tokens: int | None
+        self,
+        config: Config,
+        record: Mapping[str, Any],
+        multiples: Sequence[object] | None,
+        tokens: int | None,
+        curve: Sequence[tuple[int, float]] = (),
     ) -> None:
         step, ramp = record["step"], ramp_before(record)
         assert ramp is not None  # `_find_run` has refused a checkpoint without
@@ -270,7 +302,8 @@ class _Branches:
             raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
         if multiples is None:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
-        self.window = window = BranchWindow.of(batch, multiples, samples)
+        promising = samples_for_gain(curve, position.consumed_samples)
+        self.window = window = BranchWindow.of(batch, multiples, samples, promising=promising)
         splitter = replace(run_plan.splitter, **_OWN_SPLITS)
         for multiple, size in zip(window.multiples, window.sizes, strict=True):
             if not splitter.allows(size):
@@ -384,24 +417,31 @@ def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction
 
 
 def _train_branches(
-    branches: _Branches, folder: Path, work: Path, tolerance: float, report: Callable[[str], None]
-) -> list[list[Evaluation]]:
-    """Train the missing parts of the branches, smallest batch first, and return all evaluations."""
+    branches: _Branches, folder: Path, work: Path, tolerance: float | None, report: Callable[[str], None]
+) -> tuple[list[list[Evaluation]], Evaluation]:
+    """Train the missing parts of the branches, smallest batch first; return all evaluations, and that of the checkpoint."""
     window, setup = branches.window, branches.setup
-    # The evaluations of earlier calls, which were interrupted.
+    # The evaluations of earlier calls, which were interrupted. That of the checkpoint is on the rows of the last ones.
     curves: list[list[Evaluation]] = [[] for _ in window.sizes]
+    checkpoint: Evaluation | None = None
     for line in read_lines(work / EVALUATIONS_FILE):
         losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
-        curves[line["branch"]].append(Evaluation(losses, tuple(line["weights"])))
+        found = Evaluation(losses, tuple(line["weights"]))
+        if line["branch"] is None:
+            checkpoint = found
+        else:
+            curves[line["branch"]].append(found)
 
     def is_done(number: int) -> bool:
         whole = [curve for curve in curves[:number] if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)]
         complete = len(curves[number]) == window.num_evaluations
-        return complete or is_losing(curves[number], whole, window.num_evaluations, tolerance)
+        allowed = tolerance_of(curves, checkpoint, window.num_evaluations) if tolerance is None else tolerance
+        return complete or is_losing(curves[number], whole, window.num_evaluations, allowed)
 
     missing = [number for number in range(len(window.sizes)) if not is_done(number)]
     if not missing:
-        return curves
+        assert checkpoint is not None  # evaluated before the first branch
+        return curves, checkpoint
     # The state of the run's checkpoint in host memory, as the optimizer of the branches has it.
     start = read_state(folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes)
     start = jax.device_get(setup.reorder_layers(start)[1](start))
@@ -411,6 +451,12 @@ def _train_branches(
         Checkpoints(work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)) as checkpoints,
         stop_requests(lambda: report("stopping after this step; the same command resumes")) as stop_requested,
     ):
+        if checkpoint is None:
+            state = branches.start(start, setup.plan.ramp.phases[0].start_step)
+            checkpoint = branches.evaluate(state, window.num_evaluations)
+            log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
+            log.write({"step": 0, "branch": None, "losses": checkpoint.losses, "weights": checkpoint.weights})
+            log.close()
         for number in missing:
             size, curve = window.sizes[number], curves[number]
             first, per_evaluation = setup.plan.ramp.phases[number].start_step, window.interval // size
@@ -446,4 +492,4 @@ def _train_branches(
                 log.close()
         checkpoints.wait()
     setup.step.close()
-    return curves
+    return curves, checkpoint

@@ -305,21 +305,29 @@ def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]
 
 
 def _critical_points(folder: Path) -> list[NoisePoint]:
-    """Return what `rampup critical` has found at the checkpoints of a run; the largest window of each counts."""
+    """Return the noise scales that `rampup critical` has found at the checkpoints of a run; the largest window of each counts.
+
+    A batch that needs a share x of additional tokens is x times the noise scale. Undecided ones are left out.
+    """
     parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
+            if not found["decisive"]:
+                continue
             step, tokens, size = (int(found[key]) for key in ("step", "tokens", "critical_batch_size"))
             sizes = [int(branch["global_batch_size"]) for branch in found["branches"]]
+            wasted = float(found["tolerance"]) / float(found["gain"])
+            overhead = wasted / (1 - wasted)
             bound = critical_bound(sizes, size)
             if min(*sizes, found["consumed_samples"], found["global_batch_size"]) < 1:
                 raise ValueError("a size below 1")
             # The critical batch is between the largest that is good enough and the next one that was tried.
             high = math.inf if bound == "at_least" else float(min(other for other in sizes if other > size))
             low = 0.0 if bound == "at_most" else float(size)
-            point = NoisePoint(int(found["consumed_samples"]), int(found["global_batch_size"]), float(size), low, high)
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            value, low, high = (each / overhead for each in (size, low, high))
+            point = NoisePoint(int(found["consumed_samples"]), int(found["global_batch_size"]), value, low, high)
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
             problem = f"{file} is not a result of `rampup critical`: {error!r}"
             raise ConfigError(f"{problem}; delete its folder, and measure again", key="measured") from error
         if step not in by_step or tokens > by_step[step][0]:
@@ -413,7 +421,7 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
     """Return in sentences what the model assumes."""
     last = model.noise.knots[-1][0]
     kind = (
-        "the critical batch of `rampup critical` is taken as the noise scale, the batch in which half of a sample is wasted; "
+        "from the critical batch of `rampup critical` and its additional tokens follows the noise scale, at 100% more tokens; "
         "before and after its checkpoints, the measured noise scale in proportion"
         if measured.source == "critical"
         else "the measured noise scale is that of plain gradients; with Adam the true one can be very different: "

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from helpers.risk import Regression
 
-from rampup.batch_size.critical import BranchWindow, Evaluation, find_critical, is_losing, smoothed_difference
+from rampup.batch_size.critical import (
+    BranchWindow,
+    Evaluation,
+    find_critical,
+    is_losing,
+    judge,
+    longer_window,
+    samples_for_gain,
+    smoothed_difference,
+)
 from rampup.errors import ConfigError, RampupError
 
 BASE, ETA = 4, 0.02
@@ -162,3 +171,80 @@ def test_a_branch_that_catches_up_is_not_stopped():
     assert not any(is_losing(closing[:n], [reference], 16, 0.01) for n in range(1, 17))
     assert next(n for n in range(1, 17) if is_losing(constant[:n], [reference], 16, 0.01)) == 6
     assert not is_losing(constant, [reference], 16, 0.01)  # complete: nothing is left to save
+
+
+def chinchilla(tokens, params=7e9):
+    """Return the loss of the fit of Hoffmann et al. 2022 (arXiv 2203.15556), equation 10."""
+    return 1.69 + 406.4 / params**0.34 + 410.7 / tokens**0.28
+
+
+def simulate(consumed, window, wasted, seed=0):
+    """Return the curves of branches that waste shares of their samples at 7B parameters, and the checkpoint's evaluation.
+
+    All see the same rows, whose losses differ by 0.3; those of a branch differ from the others by 0.002.
+    """
+    rng, rows = np.random.default_rng(seed), np.random.default_rng(seed + 1).normal(0, 0.3, (window.num_evaluations, 16))
+
+    def evaluate(tokens, number):
+        losses = chinchilla(tokens) + rows[number - 1] + rng.normal(0, 0.002, 16)
+        return Evaluation(tuple(losses), (1.0,) * 16)
+
+    numbers = range(1, window.num_evaluations + 1)
+    curves = [[evaluate(consumed + window.interval * n * (1 - share), n) for n in numbers] for share in wasted]
+    return curves, evaluate(consumed, window.num_evaluations)
+
+
+def test_a_short_window_of_a_long_run_decides_nothing():
+    """At 7B and 100B tokens, 20 steps of 32M pass a batch that learns nothing; that is said, with a window that decides."""
+    consumed, wasted = 10**11, (0.0, 0.1, 0.5, 1.0)
+    window = BranchWindow.of(4_000_000, (1, 2, 4, 8), 640_000_000)
+    curves, checkpoint = simulate(consumed, window, wasted)
+    assert find_critical(window, curves, 0.01)[1] == 3
+    found = judge(window, curves, checkpoint, 0.01, consumed)
+    assert not found.decisive
+    assert chinchilla(consumed) - chinchilla(consumed + found.deciding_samples) > 0.01
+    # With a share of the gain, the errors say that the window is too short.
+    found = judge(window, curves, checkpoint, None, consumed)
+    assert not found.decisive
+    assert found.deciding_samples > window.samples
+
+    curve = [(n, chinchilla(n)) for n in np.linspace(1e9, consumed, 1000)]
+    promising = samples_for_gain(curve, consumed)
+    assert chinchilla(consumed) - chinchilla(consumed + promising) == pytest.approx(0.02, rel=0.2)
+    window = BranchWindow.of(4_000_000, (1, 2, 4, 8), None, promising=promising)
+    covered = 0
+    for seed in range(20):
+        curves, checkpoint = simulate(consumed, window, wasted, seed)
+        found = judge(window, curves, checkpoint, None, consumed)
+        assert found.decisive
+        assert found.critical == 1
+        for branch, share in zip(found.branches[1:], wasted[1:], strict=True):
+            _, low, high = branch.token_overhead
+            truth = share / (1 - share) if share < 1 else math.inf
+            covered += (math.inf if low is None else low) <= truth <= (math.inf if high is None else high)
+    assert covered >= 0.85 * 3 * 20
+
+
+def test_windows_that_contradict_each_other_are_shown():
+    """A batch that is as good in the first half and worse in the second is named beside the answer."""
+    window = BranchWindow.of(8, (1, 2), 1600)
+    number = window.num_evaluations
+    losses = [3 - 0.1 * n / number for n in range(1, number + 1)]
+    later = [loss + (0.1 if n > -(-number // 2) else 0.0) for n, loss in enumerate(losses, start=1)]
+    curves = [[Evaluation((loss,), (1.0,)) for loss in curve] for curve in (losses, later)]
+    found = judge(window, curves, Evaluation((3.0,), (1.0,)), None, 1000)
+    assert (found.decisive, found.critical, found.earlier) == (True, 0, 1)
+    assert judge(window, [curves[0], curves[0]], Evaluation((3.0,), (1.0,)), None, 1000).earlier is None
+
+
+def test_a_window_without_a_gain_decides_nothing():
+    """A loss that rose, one that is not finite, and a curve that does not fall give no tolerance and no window."""
+    window = BranchWindow.of(8, (1, 2), 1600)
+    flat = [Evaluation((3.0, 3.1), (1.0, 1.0))] * window.num_evaluations
+    for checkpoint in (Evaluation((2.9, 3.0), (1.0, 1.0)), Evaluation((3.0, 3.1), (1.0, 1.0))):
+        assert not judge(window, [flat, flat], checkpoint, None, 1000).decisive
+    broken = [Evaluation((math.nan, 3.0), (1.0, 1.0))] * window.num_evaluations
+    assert judge(window, [broken, flat], flat[0], 0.01, 1000).gain is None
+    assert samples_for_gain([(n, 3.0) for n in range(1, 100)], 100) == 0
+    assert samples_for_gain([(50, 3.0), (100, 2.0)], 100) == 0
+    assert longer_window(1000, 0, 2.0) >= 2000

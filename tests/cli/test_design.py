@@ -116,6 +116,7 @@ def test_critical_batches_are_preferred(run, capsys):
         folder.mkdir(parents=True)
         branches = [{"global_batch_size": batch * multiple} for multiple in (1, 2, 4, 8)]
         result = {"step": step, "branches": branches, "critical_batch_size": size, "tokens": 1000}
+        result |= {"decisive": True, "tolerance": 0.05, "gain": 0.1}
         (folder / "result.json").write_text(json.dumps(result | {"consumed_samples": samples, "global_batch_size": batch}))
     tuned = run.with_name("tune.json")
     tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))

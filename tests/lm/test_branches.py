@@ -62,8 +62,9 @@ def test_critical_json(run, work, capsys):
     output = capsys.readouterr()
     found = json.loads(output.out)
     assert digest(run) == before
-    assert list(found) == ["step", "branches", "critical_batch_size", "bound", "batch_size_schedule"]
-    keys = ["multiple", "global_batch_size", "loss", "standard_error", "stopped"]
+    names = ["step", "branches", "decisive", "critical_batch_size", "bound", "batch_size_schedule"]
+    assert list(found) == [*names, "tolerance", "gain", "tokens", "deciding_tokens", "half_window_size"]
+    keys = ["multiple", "global_batch_size", "loss", "standard_error", "stopped", "token_overhead"]
     assert [list(branch) for branch in found["branches"]] == [keys] * 3
     assert (found["step"], [branch["global_batch_size"] for branch in found["branches"]]) == (12, [16, 32, 64])
     assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
@@ -186,6 +187,7 @@ def result(folder, **changes):
     own = {"loss": 1.0, "standard_error": 0.0, "stopped": False, "difference": None}
     branches = tuple(BranchResult(multiple=n, global_batch_size=size, **own) for n, size in multiples.items())
     some = {"step": 9, "branches": branches, "critical_batch_size": 16, "batch_size_schedule": "0:8", "tolerance": 0.01}
+    some |= {"decisive": True, "bound": "exact", "gain": 0.1, "deciding_tokens": None, "half_window_size": None}
     some |= {"learning_rates": (0.1, 0.2), "tokens": 1000, "noise_scale_samples": None, "num_compilations": 1, "folder": folder}
     return CriticalBatch(**some | changes)
 
@@ -209,6 +211,19 @@ def test_critical_says_what_is_only_a_bound(bound, size, smaller, words, tmp_pat
     assert ("was tried" in printed) == (bound != "exact")
     command = "rampup train runs/demo on_plan_change=continue_by_samples enable_rampup_batch_size=false batch_size_schedule="
     assert command in printed
+
+
+@pytest.mark.parametrize(("gain", "tokens"), [(0.01, 50_000), (None, None)])
+def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, capsys):
+    """It says what the window gained and which window could decide, and gives no batch to go on with."""
+    nothing = {"decisive": False, "critical_batch_size": None, "bound": None, "batch_size_schedule": None}
+    found = result(tmp_path, **nothing, gain=gain, deciding_tokens=tokens)
+    _print_result(found, "runs/demo", Console(width=400))
+    printed = capsys.readouterr().out
+    assert "undecided at step 9" in printed
+    assert f"--tokens {tokens or 8000:,}" in printed
+    assert "critical" not in printed.replace(str(tmp_path), "")
+    assert "rampup train" not in printed
 
 
 @pytest.mark.slow

@@ -75,6 +75,8 @@ def test_design_keeps_what_is_at_least(tmp_path):
 def write_critical(run, name, **values):
     """Write a result of `rampup critical` next to a run."""
     found = {"step": 100, "consumed_samples": 6400, "global_batch_size": 64, "critical_batch_size": 64, "tokens": 1000}
+    # A batch that needs twice the tokens is the noise scale.
+    found |= {"decisive": True, "tolerance": 0.05, "gain": 0.1}
     found |= {"branches": [{"global_batch_size": size} for size in (32, 64, 128)]} | values
     folder = run.with_name("run.critical") / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +92,15 @@ def test_largest_window_of_a_checkpoint_counts(tmp_path):
         os.utime(file, (1e9 + number, 1e9 + number))
     measured = Measurements.read([run], rampup.Config())
     assert (measured.source, [point.noise for point in measured.noise]) == ("critical", [64.0])
+
+
+def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
+    """A batch that needs 20% more tokens is a fifth of the noise scale; a measurement that decided nothing is no point."""
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=lambda number: {"gradient_noise_trace": None})
+    write_critical(run, "step-100-a", tolerance=0.02, gain=0.12)
+    write_critical(run, "step-200-a", step=200, decisive=False, critical_batch_size=None)
+    (point,) = Measurements.read([run], rampup.Config()).noise
+    assert point[2:] == pytest.approx((320, 320, 640))
 
 
 def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
