@@ -9,6 +9,7 @@ what a pipeline or a loss with a class of its own computes.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -92,7 +93,9 @@ def _digest(jaxpr: Any) -> str:
     text = re.sub(r"\{[^{}\n]*\}", lambda found: ",".join(sorted(re.split(r"[{},]\s*", found[0]))), text)
     digest = hashlib.sha256(text.encode())
     for constant in jaxpr.consts:
+        if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            constant = jax.random.key_data(constant)
         is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
-        if is_here and getattr(constant, "nbytes", _MAX_CONSTANT + 1) <= _MAX_CONSTANT:
+        if is_here and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT:
             digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()[:16]
