@@ -44,9 +44,10 @@ def two_means(params, batch):
 class Normalized(nnx.Module):
     """A network with normalization over the batch."""
 
-    def __init__(self):
+    def __init__(self, axis_name=None):
         rngs = nnx.Rngs(0)
-        self.a, self.norm, self.b = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=axis_name, rngs=rngs)
+        self.a, self.b = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
 
     def __call__(self, x):
         """Return a row for each row."""
@@ -108,7 +109,8 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
     # Not Adam: the bias before a normalization has no gradient but rounding, which Adam would make as large as any other.
     mesh, tx = mesh_of(name), optax.sgd(0.1, momentum=0.9)
     if mean is normalized:
-        state, loss_fn = rampup.split_model(Normalized(), as_loss_fn(mean), tx, mesh)
+        # Collectives over the axis of the replicas are over all rows already.
+        state, loss_fn = rampup.split_model(Normalized("data"), as_loss_fn(mean), tx, mesh)
     else:
         state, loss_fn = rampup.create_state(START, tx, mesh), as_loss_fn(mean)
     plan = plan_of(mesh, microbatch_size=1)
