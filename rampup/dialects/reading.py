@@ -514,6 +514,7 @@ class Version:
     defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ from those of its entries
     notes: Sequence[str] = ()  # which it is, and why
     others: tuple[str, ...] = ()  # versions that are possible as well
+    is_fork: bool = False  # whether the user has said so
 
 
 # From what a source sets, and its keys in base files beside it.
@@ -550,6 +551,12 @@ def read_hydra(
     if bases.missing and (reading.command is None or bases.beside):
         notes.append(f"defaults: {', '.join(bases.missing)} not found beside this file; what it sets is not read.")
     looked = looked_up(reading, bases.beside)
+    answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides} - launch.entries.keys()
+    if known_keys is not None and (version.is_fork or any(known_keys.life(name) is None for name in answered)):
+        foreign = [name for name in looked if known_keys.life(name) is None]
+        if foreign:
+            notes.append(f"a fork: {', '.join(foreign)} are taken as keys of its own that change no size.")
+        looked = {}
     return dataclasses.replace(settings, looked_up=looked, other_versions=version.others, notes=tuple(notes))
 
 

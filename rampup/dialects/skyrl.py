@@ -279,8 +279,8 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
 RULES: list[Rule[SkyRLJob]] = [
     Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not _unknown_keys(job),
         message=lambda job: (
-            f"{', '.join(_unknown_keys(job)[:4])} must be left out: SkyRL refuses them as invalid fields. For a fork that "
-            "has them, give them on rampup's command line as well"),
+            f"{', '.join(_unknown_keys(job)[:4])} must be left out: SkyRL refuses them as invalid fields. For a fork "
+            "with keys of its own, give one of them on rampup's command line as well"),
         candidates=lambda job: None),
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),

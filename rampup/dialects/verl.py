@@ -228,7 +228,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             return version
         said = f"this starts {program}, a trainer of a fork: its rules may differ from those of veRL"
         if stated:
-            return dataclasses.replace(version, notes=(*version.notes, f"{said}."))
+            return dataclasses.replace(version, notes=(*version.notes, f"{said}."), is_fork=True)
         said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={version.defaults[WORD]}"
         raise ConfigError(said, key=WORD, path=command.path, line=command.line or None)
 
@@ -811,7 +811,7 @@ _CHECK += [
     Rule(name="verl.known_keys", keys=("data.train_batch_size",), holds=lambda job: not job.unknown_keys(),
         message=lambda job: (
             f"{_listed(job.unknown_keys())} must be written with `+`, or left out: "
-            f"no base file of veRL {job[WORD]} has it. A fork that has it: give it on rampup's command line as well"),
+            f"no base file of veRL {job[WORD]} has it. A fork with keys of its own: give one on rampup's command line"),
         candidates=lambda job: None),
 ]  # fmt: skip
 

@@ -111,7 +111,8 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
     found = check_file(script, "verl")
     assert (rules(found), found.validator) == (["known_keys"], "rejects")
     assert "data.my_own (line 1) must be written with `+`" in found.violations[0].message
-    assert check_file(script, "verl", ["data.my_own=2"]).ok
+    script.write_text(f"{PPO} {NEW} data.my_own=2 trainer.its_own=1\n")
+    expect(check_file(script, "verl", ["data.my_own=2"]), ok=True, note="a fork: trainer.its_own are taken as keys of its own")
     fork = " ".join(["python3 -m verl.agent_trainer.main_ppo", NEW]).split()
     with pytest.raises(
         ConfigError, match=r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which: verl_version=0\.9"
