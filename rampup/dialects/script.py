@@ -230,6 +230,10 @@ def _show(pipe: Sequence[Node]) -> str:
     return f"`{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}` (line {pipe[0].line})"
 
 
+def _is_open(value: Any) -> bool:
+    return isinstance(value, str) and MARKER.fullmatch(value) is not None
+
+
 def _expand_braces(raw: str) -> list[str]:
     """Return the words that `{1..4}` or `{a,b}` stands for, or another raw word as it is."""
     if span := re.fullmatch(r"\{(\d{1,9})\.\.(\d{1,9})\}", raw):
@@ -461,8 +465,8 @@ class _Reader:
                 break
             why = endless if is_long or status else self.why
             if status is None:
-                ends = [self.attempt(body), *(left.env for left in self.take_left("continue"))]
-                self.join(ends, why, exhaustive=False)
+                ends = [self.attempt(body), *(left.env for left in self.take_left("continue")), self.env]
+                self.join([*ends, *([before] if number else [])], why, exhaustive=True)
             else:
                 try:
                     self.run(body)
@@ -474,6 +478,8 @@ class _Reader:
                 self.join_left(self.take_left("continue"))
                 if is_long:
                     self.join([before], why, exhaustive=False)
+            if status is None or is_long:  # what is open stays so, under one name: then the state does not change any more
+                self.env |= {name: value for name, value in before.items() if _is_open(value) and _is_open(self.env.get(name))}
             if is_broken or (number and self.env == before and (status is None or node.kind != "for")):
                 break  # or it goes on like this without end
         broken = self.take_left("break")

@@ -8,10 +8,10 @@ import re
 UNSET, ARGUMENT, UNKNOWN, OPTIONS = "\ue000", "\ue001", "\ue002", "\ue003"
 # A marker is a kind, a name, perhaps a reason behind the first of these, and the second.
 _WHY, _END = "\ue007", "\ue004"
-_BLANK = "\ue008"  # in a reason, so that it is not split into words
+_HIDDEN = 0xF0000  # added to the characters of a reason, so that no part of it means anything to a shell
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 BREAK, EMPTY = "\ue005", "\ue006"
-RESERVED = re.compile(f"[{UNSET}-{_BLANK}\0]")
+RESERVED = re.compile(f"[{UNSET}-{_WHY}\0]")
 MARKER = re.compile(f"[{UNSET}-{OPTIONS}]([^{_WHY}{_END}]*)(?:{_WHY}([^{_END}]*))?{_END}")
 _EMPTIES = re.compile(f"[{UNSET}][^{_END}]*{_END}")
 _LONGEST = 80
@@ -19,8 +19,8 @@ _LONGEST = 80
 
 def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
     """Return a marker of a kind; `reason` says which condition or loop leaves it open."""
-    plain = re.sub(rf"[\s{UNSET}-{_BLANK}]+", "_", name[:_LONGEST])
-    why = _WHY + re.sub(r"\s", _BLANK, RESERVED.sub("?", reason.replace(_BLANK, " "))) if reason else ""
+    plain = re.sub(rf"[\s{UNSET}-{_WHY}]+", "_", name[:_LONGEST])
+    why = _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason) if reason else ""
     return f"{kind}{plain}{why}{_END}"
 
 
@@ -53,7 +53,8 @@ def explain_unknown(text: str) -> str:
     """Return why the unknown parts of a text are open, as a sentence without an end."""
     names = " and ".join(map(_shown, unknown_names(text)))
     if reasons := list(dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])):
-        return f"{'; '.join(reasons).replace(_BLANK, ' ')}, and {names} depends on it"
+        shown = "".join(chr(ord(letter) % _HIDDEN) for letter in "; ".join(reasons))
+        return f"{shown}, and {names} depends on it"
     return f"the script does not say what {names} is"
 
 

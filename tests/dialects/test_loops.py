@@ -111,6 +111,8 @@ OPEN = [
     ("N=1; while true; do ((N++)); done", LOOP),
     ("i=0; while [ $i -lt 10000 ]; do i=$((i + 1)); N=$i; done", LOOP),
     ("for ((i = 0; i < 3; )); do M=$((M)); N=3; done", "3"),
+    ("for ((i = 0; i < K; i++)); do N=$(x $i); if [ $N = 3 ]; then M=0; else M=$(y $N); fi; if [ $i -gt 0 -a $M != $P ]; then M=2; fi; P=$M; done", "the script does not say what $K is"),
+    ("if [ -f x ]; then A=1; else A=2; fi; eval \"N=$A\"", "`[ -f x ]` (line 1) holds, and $A depends on it"),
     ("N=0; for h in $(hosts); do N=$((N + 1)); done", "it is not known what the loop over h in line 1 goes through, and $N depends on it"),
     ("for N in 1 2 4; do [ -f x ] && break; done", WHETHER.format("[ -f x ]")),
     ("for N in 1 2 4; do if [ -f x ]; then continue; fi; done", "4"),
