@@ -144,7 +144,7 @@ class Compiler:
         program.set_exception(error)
 
 
-def compile_program(lowered: Any) -> Any:
+def compile_program(lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optimization_level"]) -> Any:
     """Compile a `jax.stages.Lowered`, on a CPU with XLA's optimization level 2 and on a TPU with the options of `tpu_options`.
 
     Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast. What `XLA_FLAGS` and
@@ -154,7 +154,9 @@ def compile_program(lowered: Any) -> Any:
     if platform == "tpu":
         return compile_for_tpu(lowered, jax.devices()[0].device_kind)
     is_set_already = any(option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS)
-    return lowered.compile(compiler_options=None if platform != "cpu" or is_set_already else CPU_OPTIONS)
+    return lowered.compile(
+        compiler_options=None if platform != "cpu" or is_set_already else {"xla_backend_optimization_level": level}
+    )
 
 
 def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None = None) -> Any:
