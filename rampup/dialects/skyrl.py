@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from rampup.config.yaml import Located
 from rampup.dialects.known import load_known_keys
-from rampup.dialects.reading import Entry, Launch, Settings, entry
+from rampup.dialects.reading import Entry, Launch, Reading, Settings, Source, Version, entry, program_of, read_hydra
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
@@ -87,6 +88,18 @@ MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
 
 
 _KNOWN = load_known_keys("skyrl")
+
+
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a source; programs beside SkyRL's own, such as its examples, add keys to its settings."""
+
+    def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
+        program = "" if reading.command is None else program_of(reading.command)
+        return Version(is_fork="/" in program and "skyrl" not in program)
+
+    return read_hydra(source, overrides, launch, choose)
+
+
 _SECTIONS = ("data", "trainer", "generator", "environment")
 
 
@@ -327,4 +340,4 @@ RULES: list[Rule[SkyRLJob]] = [
         *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
     ]),
 ]  # fmt: skip
-DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes)
+DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes, reader=read)

@@ -36,6 +36,8 @@ def test_skyrl_refuses_keys_that_its_classes_do_not_have():
     assert (rules(found), found.validator) == (["known_keys"], "rejects")
     words = [*SKYRL, "trainer.no_such_thing=1", "terminal_bench_config.x=2"]
     assert check_command(words, "skyrl", ["trainer.no_such_thing=1"]).ok
+    words = [word.replace("skyrl.train.entrypoints.main_base", "examples.dapo.main_dapo") for word in words]
+    expect(check_command(words, "skyrl"), ok=True, note="trainer.no_such_thing")
     with pytest.raises(ConfigError, match=r"unknown, a fork: trainer\.n_samples_per_prompt=8 is a key of no version of SkyRL"):
         check_command([*SKYRL, "trainer.n_samples_per_prompt=8"], "skyrl")
     expect(check_command([*SKYRL, "generator.async_engine=true"], "skyrl"), ok=True, note="SkyRL had these keys until 2026")
