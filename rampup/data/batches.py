@@ -36,7 +36,7 @@ from rampup.data.sources import (
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
-from rampup.engine.mesh import STAGE, BatchAxes, check_plan_fits, process_rows
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, check_plan_fits, process_rows
 from rampup.errors import BatchDivisibilityError, DataError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -267,7 +267,7 @@ class BatchLoader:
             options["name_row"] = lambda place: dataset.describe(position, place)
             return put_batch(batch_nR, position, self.plan, self.mesh, **options)
         parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
-        found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
+        found = [put_batch(part, position, self.plan, auto_view(self.mesh), **options) for part in parts]
         # This process has also read for the processes after it: hand their rows on.
         redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size)
         return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, raise_use_of_keys
-from rampup.engine.mesh import STAGE, BatchAxes, constrain_leaves, own_constraints
+from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
 from rampup.engine.replicas import Replicas
 from rampup.engine.totals import (
     Sums,
@@ -270,8 +271,16 @@ def accumulate(
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
     has_one = K == 1 and not is_traced and int(number) == 1
-    sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
-    sums: Sums = sum_up(params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), Totals(mutable=mutable))
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable))
+
+    def sum_up(has_explicit: bool, params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any) -> Sums:
+        own = with_explicit_axes(loss, auto_view(mesh), *shardings) if has_explicit else loss
+        run = own.summation(params, mesh, param_shardings, has_one=has_one)
+        return run(params, batch_KR, keys_KR, number, Totals(mutable=mutable))
+
+    args, whole = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable), replicated(mesh)
+    results = Sums(floating(shardings[0], params), whole, whole, whole, shardings[1], whole)
+    sums: Sums = call_with_auto_axes(sum_up, mesh, args, results)
     if not is_traced:
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several times.

@@ -171,19 +171,24 @@ def auto_view(mesh: Mesh) -> Mesh:
 
 def auto_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which programs on the automatic view of a mesh can be traced, also in the user's `jax.set_mesh`."""
-    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return jax.set_mesh(auto_view(mesh)) if is_explicit else contextlib.nullcontext()
+    needs_one = is_explicit(mesh) or is_explicit(jax.sharding.get_abstract_mesh())
+    return jax.set_mesh(auto_view(mesh)) if needs_one else contextlib.nullcontext()
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Return whether a mesh, or an abstract one, has Explicit axes."""
+    return AxisType.Explicit in mesh.axis_types
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a value that is replicated on all devices."""
-    return NamedSharding(auto_view(mesh), PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec())
 
 
 @functools.cache
 def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None) -> NamedSharding:
     """Return the sharding of rows over the batch axes, after `leading` dimensions that are not sharded."""
-    return NamedSharding(auto_view(mesh), PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows))
+    return NamedSharding(mesh, PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows))
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
@@ -346,7 +351,7 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
 
 @functools.wraps(_with_sharding_constraint)
 def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
-    if not getattr(_patch, "active", False):
+    if not getattr(_patch, "active", False) or is_explicit(jax.sharding.get_abstract_mesh()):
         return _with_sharding_constraint(x, shardings)
 
     def constrain_part(sharding: Any, part: Any) -> Any:

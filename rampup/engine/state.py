@@ -18,7 +18,8 @@ from flax import struct
 from jax.sharding import Mesh
 
 from rampup.engine.contract import SummableLoss
-from rampup.engine.mesh import BatchAxes, auto_context, shardings_like
+from rampup.engine.explicit import on_mesh
+from rampup.engine.mesh import BatchAxes, auto_context, is_explicit, shardings_like
 from rampup.engine.processes import wait_for_all
 from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
@@ -139,8 +140,9 @@ def create_state(
             opt_state = _put(opt_state, scattered_shardings(opt_state, mesh, axes))
         else:
             opt_state = tx.init(params)
-    state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
-    return _without_aliases(_put(state, shardings_like(state, mesh)), given)
+        state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
+        state = _without_aliases(_put(state, shardings_like(state, mesh)), given)
+    return _on_given_mesh(state, mesh)
 
 
 def prepare_state(
@@ -159,11 +161,12 @@ def prepare_state(
     check_step_number(int(state.step))
     wait_for_all(mesh)
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
-    state = _without_aliases(_put(given, shardings_like(given, mesh), may_alias=False), given)
-    if shard_optimizer_over_data:
-        scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
-        state = replace_fields(state, opt_state=_put(state.opt_state, scattered))
-    return state
+    with auto_context(mesh):
+        state = _without_aliases(_put(given, shardings_like(given, mesh), may_alias=False), given)
+        if shard_optimizer_over_data:
+            scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
+            state = replace_fields(state, opt_state=_put(state.opt_state, scattered))
+    return _on_given_mesh(state, mesh)
 
 
 def replace_fields(state: Any, **changes: Any) -> Any:
@@ -304,6 +307,11 @@ def _put(tree: Any, shardings: Any, **options: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own)) if is_key(own) else leaf
 
     return jax.tree.map(wrap, put, tree)
+
+
+def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
+    """Return a state on the mesh that the caller gave, after an optimizer that saw Auto axes."""
+    return _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
 
 
 def _without_aliases(state: Any, given: Any) -> Any:

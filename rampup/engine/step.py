@@ -28,6 +28,7 @@ from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of,
 from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
+from rampup.engine.explicit import as_auto, may_need_explicit, neither, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import (
@@ -40,7 +41,7 @@ from rampup.engine.state import (
     split_frozen,
 )
 from rampup.engine.totals import differing_leaves
-from rampup.engine.update import Metrics, Update, eval_sums
+from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.pipeline import pass_ticks
@@ -157,7 +158,7 @@ def train_step(
             raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reason}", key=key, nearest=(False,))
     check_step_number(plan.total_steps)
     check_plan_fits(plan, mesh, batch_axes)
-    mesh = auto_view(mesh)
+    given, mesh = mesh, auto_view(mesh)
     axes = BatchAxes.of(mesh, batch_axes)
     loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
     loss.check(mesh, engine)
@@ -186,7 +187,7 @@ def train_step(
         "wait_for_compilation": wait_for_compilation,
         "check_loss": check_loss and not whole_batch,
     }
-    return TrainStep(update, plan, engine, **options)
+    return TrainStep(update, plan, given, engine, **options)
 
 
 class TrainStep:
@@ -201,14 +202,22 @@ class TrainStep:
     """
 
     def __init__(
-        self, update: Update, plan: RampPlan, engine: str, *, donate: bool, wait_for_compilation: bool | None, check_loss: bool
+        self,
+        update: Update,
+        plan: RampPlan,
+        mesh: Mesh,
+        engine: str,
+        *,
+        donate: bool,
+        wait_for_compilation: bool | None,
+        check_loss: bool,
     ) -> None:
         several = jax.process_count() > 1
         if several and wait_for_compilation is False:
             problem = "wait_for_compilation=false is for a single process: several would change shapes at different steps"
             raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
         self.tx, self.measures_noise = update.tx, update.measures_noise
-        self._update, self._plan, self._mesh, self._batch_axes = update, plan, update.mesh, update.batch_axes
+        self._update, self._plan, self._mesh, self._batch_axes = update, plan, mesh, update.batch_axes
         self._is_fused, self._donate, self._checks_loss = engine == "fused", donate, check_loss
         self._chunk_size = None if self._is_fused else 1
         # The layouts of the batches so far. What a plan's layouts are depends on the size of a row.
@@ -225,7 +234,7 @@ class TrainStep:
         self._padding: dict[BufferLayout, Any] = {}
         # A number of microbatches or passes, on the devices: it would be copied to each in every step.
         self._on_devices = functools.cache(
-            lambda number: jax.make_array_from_callback((), replicated(update.mesh), lambda _: np.int32(number))
+            lambda number: jax.make_array_from_callback((), replicated(mesh), lambda _: np.int32(number))
         )
         self._zero_metrics: Metrics | None = None
 
@@ -273,21 +282,21 @@ class TrainStep:
             split = batch.position.split
             counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
             args = self._padded(batch), counts
-            lower = functools.partial(self._lower_program, self._update.fused, state, *args)
+            lower = functools.partial(self._lower_program, Update.fused, state, *args)
             program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
             self._compile_next_phases(batch, state)
-            state, metrics = self._run(program, self._update.fused, state, *args)
+            state, metrics = self._run(program, Update.fused, state, *args)
         else:
             if self._zero_metrics is None:
-                self._zero_metrics = self._update.zero_metrics(state, batch.chunks[0])
+                self._zero_metrics = self._update.zero_metrics(*as_auto((state, batch.chunks[0])))
             # Used again in every step: a program donates the state alone.
             metrics = self._zero_metrics
             for index, chunk in enumerate(batch.chunks):
                 part = metrics, chunk, np.int32(index * batch.layout.rows)
-                lower = functools.partial(self._lower_program, self._update.multi_steps, state, *part)
+                lower = functools.partial(self._lower_program, Update.multi_steps, state, *part)
                 program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
-                state, metrics = self._run(program, self._update.multi_steps, state, *part)
+                state, metrics = self._run(program, Update.multi_steps, state, *part)
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
@@ -426,7 +435,7 @@ class TrainStep:
         chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
         chunks = (chunk,) * layout.num_chunks
         count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
-        return self._lower_program(self._update.fused, state, chunks, (count, count))
+        return self._lower_program(Update.fused, state, chunks, (count, count))
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, as jaxprs, which no device or split changes.
@@ -524,7 +533,7 @@ class TrainStep:
             # first one was compiled for. An `init` that looks at values cannot tell the shapes.
             expected = state.opt_state
             with contextlib.suppress(Exception), auto_context(self._mesh):
-                expected = jax.eval_shape(self.tx.init, state.params)
+                expected = jax.eval_shape(self.tx.init, as_auto(state.params))
             if difference := _difference(expected, state.opt_state):
                 problem = f"`opt_state` is not that of the step's optimizer: {difference}"
                 raise ConfigError(f"{problem}; {fix}", key="tx")
@@ -570,7 +579,7 @@ class TrainStep:
         trained, frozen = split_frozen(state)
         if program is None:
             with auto_context(self._mesh):
-                new, metrics = update(shardings_of(state), trained, frozen, *args)
+                new, metrics = update(self._update, shardings_of(state), trained, frozen, *args)
         else:
             new, metrics = _call(program, trained, frozen, *args)
         return join_frozen(new, frozen), metrics
@@ -580,10 +589,23 @@ class TrainStep:
         # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
         # all of it is replaced. `frozen` is not, nor is the batch: no result has its shape, and the padding is used again.
         shardings, donated = shardings_of(state), 0 if self._donate else ()
-        results = split_frozen(shardings)[0], replicated(self._mesh)
-        with auto_context(self._mesh):
-            program = jax.jit(functools.partial(update, shardings), donate_argnums=donated, out_shardings=results)
-            return program.lower(*split_frozen(state), *args)
+        results, views = (split_frozen(shardings)[0], replicated(self._mesh)), on_mesh(shardings, auto_view(self._mesh))
+
+        own = self._update
+        try:
+            with auto_context(self._mesh):
+                program = jax.jit(functools.partial(update, own, views), donate_argnums=donated, out_shardings=results)
+                return program.lower(*as_auto((*split_frozen(state), *args)))
+        except Exception as error:
+            if own.has_explicit or not may_need_explicit(error, self._mesh):
+                raise
+            first = error
+        self._update = dataclasses.replace(own, has_explicit=True)
+        try:
+            return self._lower_program(update, state, *args)
+        except Exception as error:
+            self._update = own
+            raise neither(first, error, self._mesh) from error
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
@@ -650,7 +672,7 @@ class EvalStep:
     ) -> None:
         self._loss, self._whole_batch = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch), whole_batch
         self._loss_fn, self._batch_axes = loss_fn, batch_axes
-        self._mesh = auto_view(mesh)
+        self._mesh = mesh
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -665,12 +687,30 @@ class EvalStep:
         is_shared = BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
         is_whole = is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
         loss = self._loss if not is_whole else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
-        sums = functools.partial(eval_sums, loss, self._mesh, shardings_of(state))
-        with auto_context(self._mesh):
-            if jax.config.jax_disable_jit:
-                return sums(*args)
-            lower = lambda: jax.jit(sums, out_shardings=replicated(self._mesh)).lower(*args)  # noqa: E731
-            return _call(self._compiler.get((batch.layout, len(batch.chunks), is_whole), lower), *args)
+        view = auto_view(self._mesh)
+        shardings = on_mesh(shardings_of(state), view)
+        if jax.config.jax_disable_jit:
+            with auto_context(self._mesh):
+                return eval_sums(loss, view, shardings, *args)
+
+        def lower(loss: SummableLoss) -> Any:
+            with auto_context(self._mesh):
+                sums = jax.jit(functools.partial(eval_sums, loss, view, shardings), out_shardings=replicated(self._mesh))
+                return sums.lower(*as_auto(args))
+
+        def lower_either() -> Any:
+            try:
+                return lower(loss)
+            except Exception as error:
+                if not may_need_explicit(error, self._mesh):
+                    raise
+                first = error
+            try:
+                return lower(explicit_loss(loss, view, shardings))
+            except Exception as error:
+                raise neither(first, error, self._mesh) from error
+
+        return _call(self._compiler.get((batch.layout, len(batch.chunks), is_whole), lower_either), *args)
 
     def batches(self, source: Any, batch_size: int, *, batched: bool | None = None) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.

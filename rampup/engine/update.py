@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from rampup.engine.accumulate import per_row_keys, random_key
 from rampup.engine.contract import Counts, SummableLoss
+from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
@@ -52,6 +53,7 @@ class Update:
         key: the random key of the run. It is a constant of the programs.
         scatter_axes: the axes whose replicas split the optimizer's state (ZeRO-1), or None if each has all of it.
         measures_noise: also return S and G2, in the engine `fused`.
+        has_explicit: the loss function sees Explicit axes; see `rampup.engine.explicit`.
     """
 
     loss: SummableLoss
@@ -62,6 +64,7 @@ class Update:
     skip_nonfinite: bool
     scatter_axes: BatchAxes | None
     measures_noise: bool
+    has_explicit: bool = False
 
     def fused(self, shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts) -> tuple[Any, Metrics]:
         """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
@@ -77,7 +80,7 @@ class Update:
         if self.scatter_axes is not None:
             placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
-        totals, loss = self._totals(state, shardings, grad_shardings), self.bound_loss(state)
+        totals, loss = self._totals(state, shardings, grad_shardings), self.bound_loss(state, shardings)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
             sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, totals, **options)
@@ -132,7 +135,7 @@ class Update:
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
-        loss, totals = self.bound_loss(state), self._totals(state)
+        loss, totals = self.bound_loss(state, shardings), self._totals(state)
         with jax.named_scope("accumulate"):
             # One pass of one microbatch.
             options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
@@ -200,9 +203,10 @@ class Update:
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
         return Totals(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
 
-    def bound_loss(self, state: Any) -> SummableLoss:
-        """Return the loss with the frozen arrays of a state, if it has any, as an argument."""
-        return _bind_frozen(self.loss, state)
+    def bound_loss(self, state: Any, shardings: Any = None) -> SummableLoss:
+        """Return the loss with the frozen arrays of a state, if it has any, as an argument, and with the axes that it needs."""
+        has_axes = self.has_explicit and shardings is not None
+        return _bind_frozen(explicit_loss(self.loss, self.mesh, shardings) if has_axes else self.loss, state)
 
     def run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
@@ -234,6 +238,11 @@ class Update:
         # Decay and the like leave integers alone, and the state that an optimizer keeps for them keeps its type.
         params = jax.tree.map(lambda new, old: new if is_floating(old) else old, new.params, state.params)
         return replace_fields(new, params=params, opt_state=cast_like(new.opt_state, state.opt_state))
+
+
+def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLoss:
+    """Return a loss whose function sees Explicit axes, for a state with these shardings."""
+    return with_explicit_axes(loss, mesh, shardings.params, carried(shardings), getattr(shardings, "frozen", None))
 
 
 def eval_sums(

@@ -4,10 +4,11 @@ import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.toy import history, loss_fn, plan_for, rows
+from helpers.toy import history, loss_fn, plain_loss_fn, plan_for, rows
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup
@@ -57,6 +58,67 @@ def test_any_mesh_trains_like_one_device(name, axis_type):
     model_axis = {"batch_model": "model", "maxtext": "tensor"}.get(name)
     with jax.set_mesh(mesh) if name == "data_fsdp" else contextlib.nullcontext():
         np.testing.assert_allclose(train(mesh, axes, model_axis), expected, rtol=1e-6)
+
+
+def explicit_loss_fn(params, batch, keys, *, frozen=None):
+    """The loss `plain_loss_fn` of `helpers.toy`, as a model for Explicit axes says it."""
+    x = batch["x"]
+    hidden = jnp.tanh(jnp.einsum("bi,io->bo", x, params["in"], out_sharding=PartitionSpec("batch", "model")))
+    y = jnp.einsum("bo,oi->bi", hidden, params["out"], out_sharding=PartitionSpec("batch", None))
+    y = y if frozen is None else y + frozen["bias"]
+    error = jnp.sum((y - batch["x"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+
+@pytest.mark.parametrize("in_context", [True, False])
+@pytest.mark.parametrize(("shape", "zero"), [((1, 1), False), ((4, 2), False), ((4, 2), True)])
+def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(shape, zero, in_context):
+    """A model with `out_sharding` has the losses of one with Auto axes; metrics, state and rows fit the program around it."""
+    names = "batch", "model"
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+    axes, tx = rampup.BatchAxes(replica=("batch",), rows=("batch",)), optax.adam(0.01)
+    ramp, splitter = rampup.BatchRamp.from_schedule("0:16 32:32"), rampup.BatchSplitter(data_parallel_size=shape[0])
+    plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=4)
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(8, 16)) * 0.3, "out": rng.normal(size=(16, 8)) * 0.3}
+    specs = {"in": PartitionSpec(None, "model"), "out": PartitionSpec("model", None)}
+    params = {name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    options = {"batch_axes": axes, "shard_optimizer_over_data": zero}
+    losses = []
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        for own_loss in (plain_loss_fn, explicit_loss_fn):
+            state = rampup.create_state(
+                params, tx, mesh, frozen={"bias": np.zeros(8)} if own_loss is explicit_loss_fn else None, **options
+            )
+            step = rampup.train_step(own_loss, tx, plan, mesh, **options)
+            state, found = history(step, state)
+            losses.append([metrics["loss"] for metrics in found])
+            assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
+        batch = next(step.batches(rows()))
+        before = jax.tree.map(jnp.copy, state.params)
+        _, metrics = step(state.replace(step=state.step * 0), batch)
+        jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, before, before)
+        assert np.isfinite(float(metrics["loss"] / metrics["weight"]))
+        chunk = next(rampup.microbatches(rows(), plan, mesh, batch_axes=axes))
+        own = jax.jit(lambda params, batch: explicit_loss_fn(params, batch, None)[0])
+        evaluated = rampup.EvalStep(explicit_loss_fn, mesh, batch_axes=axes)(rampup.create_state(before, tx, mesh), batch)
+        if in_context:
+            np.testing.assert_allclose(own(before, chunk), evaluated[0], rtol=1e-5)
+        run = jax.jit(lambda *args: rampup.accumulate(explicit_loss_fn, *args, mesh=mesh, batch_axes=axes))
+        sums = run(before, batch.chunks[0], np.int32(1))
+        assert sums.grads["in"].sharding.mesh == mesh
+        np.testing.assert_allclose(sums.loss, evaluated[0], rtol=1e-5)
+    assert step.num_compilations == 1
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+    def ambiguous(params, batch, keys):
+        params = {name: jax.sharding.reshard(p, PartitionSpec(None, "batch")) for name, p in params.items()}
+        return jnp.sum(batch["x"].T @ batch["x"] @ params["in"]), 1.0, {}
+
+    if mesh.size > 1:
+        step = rampup.train_step(ambiguous, tx, plan, mesh, **options)
+        with pytest.raises(rampup.ConfigError, match=r"neither with Explicit axes .* nor with Auto axes .* axis_types="):
+            step(rampup.create_state(params, tx, mesh, **options), batch)
 
 
 @pytest.mark.parametrize(
