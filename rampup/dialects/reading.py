@@ -191,7 +191,7 @@ def type_settings(
                 # The error has the `key=value` that would settle it.
                 variables = [word for word in unknown if word.isidentifier()]
                 settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
-                if needs_arguments(value):
+                if needs_arguments(value) or re.search(r"\$\{?\d", explain_unknown(value)):
                     settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
                 said = f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add {settle}"
                 error = ConfigError(said, key=name)

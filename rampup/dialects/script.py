@@ -70,6 +70,7 @@ from rampup.dialects.unknown import (
 from rampup.errors import ConfigError
 
 MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 40_000, 200_000, 256, 20, 200
+MAX_REASONS = 3  # that a question names
 MAX_LAUNCHES = 8  # of one script by one line, as in a sweep
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
@@ -450,7 +451,9 @@ class _Reader:
         else:
             ends.append(self.env)
         marker = next((why.marker for why in whys if why.marker), "")
-        self.join(ends, _Why(marker, "; ".join(dict.fromkeys(why.reason for why in whys))), exhaustive=True)
+        reasons = list(dict.fromkeys(why.reason for why in whys))
+        more = [f"nor {len(reasons) - 1} more conditions"] if len(reasons) > MAX_REASONS else []
+        self.join(ends, _Why(marker, "; ".join([*reasons[: 1 if more else MAX_REASONS], *more])), exhaustive=True)
 
     def loop(self, node: Node, step: Callable[[], bool | None]) -> None:
         """Evaluate a loop. `step` prepares a pass; it returns whether there is one, None if that is not known."""

@@ -101,6 +101,7 @@ OPEN = [
     ("if echo $(x) | grep -q y; then N=4; else N=4; fi", "4"),
     ("N=8; [ -d y ] || N=4", WHETHER.format("[ -d y ]")),
     ("if [ -f x ]; then N=1; elif [ -f y ]; then N=2; fi", "`[ -f y ]` (line 1) holds, and $N depends on it"),
+    ("if [ -f a ]; then N=1; elif [ -f b ]; then N=2; elif [ -f c ]; then N=3; elif [ -f d ]; then N=4; fi", "`[ -f a ]` (line 1) holds; nor 3 more conditions, and $N"),
     ("if nvidia-smi | grep -q H100; then N=8; else N=4; fi", WHETHER.format("nvidia-smi | grep -q H100")),
     ("if python3 probe.py; then N=8; else N=4; fi", "it is not known whether `python3 probe.py` (line 1) succeeds, and $N depends on it"),
     ("N=4; if ! python3 probe.py; then exit 1; fi", "4"),
