@@ -386,8 +386,9 @@ class _Reader:
 
     def take_left(self, name: str) -> list[_Left]:
         """Return the branches that may have left the innermost loop or function in a way, and forget them."""
-        found = [left for left in self.left if left.name == name and (name == "return" or left.level == 1)]
-        self.left = [left for left in self.left if left not in found]
+        taken = [left.name == name and (name == "return" or left.level == 1) for left in self.left]
+        found = list(itertools.compress(self.left, taken))
+        self.left = [left for left, is_taken in zip(self.left, taken, strict=True) if not is_taken]
         return found
 
     def join_left(self, lefts: Sequence[_Left]) -> None:
@@ -462,7 +463,7 @@ class _Reader:
         is_broken = is_long = False
         for number in itertools.count():
             before = dict(self.env)
-            is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent.steps > MAX_STEPS // 2)
+            is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent.steps > MAX_STEPS // 8)
             status = step()
             if status is False:
                 break
