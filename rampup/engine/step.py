@@ -28,7 +28,7 @@ from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of,
 from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, may_need_explicit, neither, on_mesh
+from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import (
@@ -579,7 +579,9 @@ class TrainStep:
         trained, frozen = split_frozen(state)
         if program is None:
             with auto_context(self._mesh):
-                new, metrics = update(self._update, shardings_of(state), trained, frozen, *args)
+                view = auto_view(self._mesh)
+                own = move((trained, frozen, *args), view)
+                new, metrics = move(update(self._update, on_mesh(shardings_of(state), view), *own), self._mesh)
         else:
             new, metrics = _call(program, trained, frozen, *args)
         return join_frozen(new, frozen), metrics
@@ -691,7 +693,7 @@ class EvalStep:
         shardings = on_mesh(shardings_of(state), view)
         if jax.config.jax_disable_jit:
             with auto_context(self._mesh):
-                return eval_sums(loss, view, shardings, *args)
+                return move(eval_sums(loss, view, shardings, *move(args, view)), self._mesh)
 
         def lower(loss: SummableLoss) -> Any:
             with auto_context(self._mesh):
