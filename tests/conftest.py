@@ -58,7 +58,7 @@ FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 
 
 # What a bare machine and the oldest versions lack. A test that is skipped for another reason tests nothing without a word, so
-# it fails where `RAMPUP_UNEXPECTED_SKIPS=fail`, as in `.ci/run`.
+# it fails where `UNEXPECTED_SKIPS=fail`, as in `.ci/run`.
 EXPECTED_SKIPS = re.compile(
     r"(MaxText is installed|needs the package maxtext|Ray is not installed|libtpu|the TPU compiler is not installed|selenium"
     r"|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not installed \(Debian: slurm|Slurm does not start here"
@@ -76,7 +76,7 @@ def pytest_configure(config):
 def pytest_sessionfinish(session):
     """Fail if a test was skipped for a reason that is not expected."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if os.environ.get("RAMPUP_UNEXPECTED_SKIPS") != "fail" or reporter is None:
+    if os.environ.get("UNEXPECTED_SKIPS") != "fail" or reporter is None:
         return
     reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)}
     if unexpected := sorted(reason for reason in reasons if not EXPECTED_SKIPS.search(reason)):
