@@ -56,7 +56,7 @@ class SameRun(Component):
             ResumeMismatchError: other rows, or in another order.
         """
         rows: dict[str, Any] = getattr(batches, "identity", None) or {}
-        before: Mapping[str, Any] = self._before.get(ROWS) or {}
+        before = self._recorded(ROWS)
         self._own[ROWS] = rows
         # The names of the facts contain the numbers of rows, so that another number of rows has other facts beside its own.
         differing = [name for name in rows if before.get(name, rows[name]) != rows[name]]
@@ -72,7 +72,7 @@ class SameRun(Component):
             return
         programs: dict[str, Any] = {name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()}
         programs |= {"versions": [module.__version__ for module in (jax, optax, flax, rampup)]}
-        before = self._before.get(PROGRAMS) or {}
+        before = self._recorded(PROGRAMS)
         self._own[PROGRAMS] = programs
         if before.get("versions") != programs["versions"] or not is_primary():
             return
@@ -84,6 +84,13 @@ class SameRun(Component):
                     ResumeWarning,
                     stacklevel=2,
                 )
+
+    def _recorded(self, name: str) -> dict[str, Any]:
+        """Return an entry of the checkpoint's record, which an older one may lack."""
+        found = self._before.get(name, {})
+        if not isinstance(found, dict):
+            raise ResumeMismatchError(f"the record of the checkpoint is damaged: its {name} are {found!r:.100}", key=name)
+        return found
 
 
 def _digest(jaxpr: Any) -> str:

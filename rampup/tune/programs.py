@@ -151,7 +151,8 @@ class Programs:
         counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
 
         def step() -> None:
-            self._state, metrics = program(self._state, chunks, counts)
+            # A language model has nothing frozen.
+            self._state, metrics = program(self._state, None, chunks, counts)
             jax.block_until_ready((self._state, metrics))
 
         return step
