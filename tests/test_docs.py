@@ -148,7 +148,11 @@ def test_json_output_of_runs_is_documented(workplace, capsys):
     """The page on the JSON output names every key that training and the commands on its run print."""
     train = f"train configs/base.yml run_name=run base_output_directory=runs {' '.join(TRAINED)}"
     commands = ["rows configs/base.yml --step 3", "generate runs/run --prompt a", "report runs/run -o run.html"]
-    commands += ["critical runs/run", "design runs/run --train-tokens 1M", f"train configs/rl.yml {TRAINED_RL}"]
+    commands += [
+        "critical runs/run",
+        "design runs/run --train-tokens 1M --assume-growth 0",
+        f"train configs/rl.yml {TRAINED_RL}",
+    ]
     for command in [train, *commands]:
         assert main([*shlex.split(command), "--json"]) == 0, command
         assert undocumented(capsys.readouterr().out) == set(), command
@@ -163,7 +167,7 @@ def undocumented(printed):
 
 # What is under these keys is named by the user, or belongs to one system or one benchmark.
 FREE = {"derived", "changed_keys", "fields", "bytes_per_parameter", "published", "repository", "steps_by_global_batch_size"}
-FREE |= {"settings", "a", "b", "sizes", "step_seconds", "values", "facts"}
+FREE |= {"settings", "rate_rule", "a", "b", "sizes", "step_seconds", "values", "facts"}
 
 
 def key_paths(value, above=()):

@@ -13,15 +13,17 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple, Self
 
 from rampup.errors import DataError
 
-# Growth of the critical batch with the data if one measurement does not show it (Zhang et al. 2024, arXiv 2410.21676).
-ASSUMED_GROWTH = 0.47
-# Exponent of the loss over the data, reducible part (Hoffmann et al. 2022, arXiv 2203.15556).
-DATA_EXPONENT = 0.28
+# The largest published growth of the critical batch with the data (Zhang et al. 2024, arXiv 2410.21676; Power Lines,
+# arXiv 2505.13738, has 0.462); Merrill et al. 2025 (arXiv 2505.23971) find that it ends, which is a growth of 0.
+PUBLISHED_GROWTH = 0.47
+# Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv 2203.15556), and the refit of their data by
+# Besiroglu et al. 2024 (arXiv 2404.10102).
+DATA_EXPONENTS = (0.28, 0.37)
 # Parts of a schedule in which progress is integrated.
 PARTS = 1024
 # Beginnings of a schedule that are followed for each batch.
@@ -82,12 +84,14 @@ class NoisePoint(NamedTuple):
         return self._replace(noise=self.noise * factor, low=self.low * factor, high=self.high * factor)
 
 
-def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
+def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
     """Return the noise scale over the progress, and the lower and the upper end of its interval.
 
     A measurement that is only a bound is no point of the curve. There, the curve has the other measurements, held to the bound;
-    it has the bounds themselves if there are no others. The growth is that of the second half of the measurements, or
-    `ASSUMED_GROWTH` if there are at most two. At least one measurement is needed, in order of samples.
+    it has the bounds themselves if there are no others. At least one measurement is needed, in order of samples.
+
+    The growth after the last one is that of the second half of the measurements, with its interval, at most `PUBLISHED_GROWTH`.
+    If there are at most two it is not known: `PUBLISHED_GROWTH`, or the `growth` given, with an interval from 0 on.
 
     Example:
         >>> found = noise_curves([NoisePoint(100, 8, 90.0, 90.0, math.inf), NoisePoint(400, 8, 200.0, 150.0, 300.0)])
@@ -109,8 +113,9 @@ def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, 
             before = point.samples
             found.append((max(progress, 1.0), noise))
         knots.append(tuple(found))
-    growths = [ASSUMED_GROWTH, 0.0, 1.0]
-    if len(exact) > 2:
+    assumed = PUBLISHED_GROWTH if growth is None else growth
+    growths = [assumed, 0.0, max(assumed, PUBLISHED_GROWTH)]
+    if len(exact) > 2 and growth is None:
         # A line through the second half of the measurements, each by its precision. Its slope has an interval of its own.
         rows = []
         placed = [(place, point) for (place, _), point in zip(knots[0], points, strict=True) if not point.is_bound]
@@ -120,8 +125,8 @@ def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, 
             rows.append((math.log(place), math.log(point.noise), width**-2))
         _, slope, squares = weighted_line(rows)
         error = squares**-0.5 if squares else math.inf
-        growths = [min(max(each, 0.0), 1.0) for each in (slope, slope - error, slope + error)]
-    middle, low, high = (NoiseCurve(knots=each, growth=growth) for each, growth in zip(knots, growths, strict=True))
+        growths = [min(max(each, 0.0), PUBLISHED_GROWTH) for each in (slope, slope - error, slope + error)]
+    middle, low, high = (NoiseCurve(knots=each, growth=power) for each, power in zip(knots, growths, strict=True))
     return middle, low, high
 
 
@@ -131,6 +136,7 @@ class StepTimes:
 
     measured: tuple[tuple[int, float], ...]  # (batch, seconds), ascending; straight lines between them
     slope: float  # of a line for other batches, moved to meet the nearest measured one
+    others: Literal["line", "least", "most"] = "line"  # times of batches that are not between measured ones, see `bounds`
 
     @classmethod
     def fit(cls, seconds: dict[int, float]) -> Self:
@@ -148,9 +154,29 @@ class StepTimes:
         slope = max(weighted_line(even)[1], 0.0) if len(points) > 1 else points[0][1] / points[0][0]
         return cls(measured=points, slope=slope)
 
+    def bounds(self) -> tuple[Self, Self]:
+        """Return the least and the most that batches take that were not timed.
+
+        A larger batch is no faster than a smaller one, and its samples no slower.
+
+        Example:
+            >>> least, most = StepTimes.fit({8: 1.0, 16: 1.5}).bounds()
+            >>> (least.at(4), most.at(4)), (least.at(32), most.at(32))
+            ((0.5, 1.0), (1.5, 3.0))
+        """
+        return replace(self, others="least"), replace(self, others="most")
+
+    def total(self, schedule: Schedule, samples: float) -> float:
+        """Return the seconds of a schedule up to a number of samples."""
+        return sum(part / batch * self.at(batch) for batch, part in _parts_of(schedule, samples))
+
     def at(self, batch: int) -> float:
         """Return the seconds of a step."""
         (low, first), (high, last) = self.measured[0], self.measured[-1]
+        if self.others != "line" and not low <= batch <= high:
+            nearest, time = (low, first) if batch < low else (high, last)
+            ends = time, time * batch / nearest
+            return min(ends) if self.others == "least" else max(ends)
         if batch >= high:
             return last + self.slope * (batch - high)
         if batch <= low:
@@ -184,12 +210,17 @@ class DesignModel:
     noise: NoiseCurve
     times: StepTimes
 
+    def halved(self) -> Self:
+        """Return the model with half the noise scale at every progress."""
+        knots = tuple((place, noise / 2) for place, noise in self.noise.knots)
+        return replace(self, noise=replace(self.noise, knots=knots))
+
     def run(self, schedule: Schedule, *, samples: int | None = None, progress: float | None = None) -> Outcome:
         """Return the outcome of a schedule after a number of samples, or if that is None at a progress.
 
         A schedule has pairs of a threshold in samples and a global batch size, the first at 0.
         """
-        done, seconds, steps, reached = 0.0, 0.0, 0.0, 0.0
+        done, reached = 0.0, 0.0
         total: float = math.inf if samples is None else samples
         starts = [(min(float(start), total), batch) for start, batch in schedule]
         for (start, batch), (end, _) in itertools.pairwise([*starts, (total, 0)]):
@@ -208,10 +239,14 @@ class DesignModel:
                     part *= (progress - reached) / gain
                     gain, end = progress - reached, done
                 done, reached = done + part, reached + gain
-                steps, seconds = steps + part / batch, seconds + part / batch * self.times.at(batch)
                 if end < done:
-                    return Outcome(steps=math.ceil(steps), seconds=seconds, samples=math.ceil(done), progress=reached)
-        return Outcome(steps=math.ceil(steps), seconds=seconds, samples=round(done), progress=reached)
+                    return self._outcome(schedule, done, reached)
+        return self._outcome(schedule, total, reached)
+
+    def _outcome(self, schedule: Schedule, samples: float, progress: float) -> Outcome:
+        steps = sum(part / batch for batch, part in _parts_of(schedule, samples))
+        seconds = self.times.total(schedule, samples)
+        return Outcome(steps=math.ceil(steps), seconds=seconds, samples=math.ceil(samples), progress=progress)
 
     def best_schedule(self, sizes: Sequence[int], *, progress: float) -> Schedule:
         """Return the schedule of ascending sizes that reaches a progress in the least time, of all that do not shrink.
@@ -299,7 +334,15 @@ class DesignModel:
         return min(choices, key=lambda schedule: self.run(schedule, progress=target).seconds)
 
 
-def loss_penalty(progress: float, reference: float, *, slope: float, measured_at: float) -> float:
+def _parts_of(schedule: Schedule, samples: float) -> list[tuple[int, float]]:
+    """Return the batches of a schedule, each with its samples, up to a number of them."""
+    ends = [*(float(start) for start, _ in schedule[1:]), math.inf]
+    return [(batch, max(min(end, samples) - start, 0.0)) for (start, batch), end in zip(schedule, ends, strict=True)]
+
+
+def loss_penalty(
+    progress: float, reference: float, *, slope: float, measured_at: float, exponent: float = DATA_EXPONENTS[0]
+) -> float:
     """Return the loss at a progress less that at another one, by a power law of the reducible loss.
 
     `slope` is the decrease of the loss per factor e of samples, measured at the progress `measured_at`.
@@ -308,8 +351,8 @@ def loss_penalty(progress: float, reference: float, *, slope: float, measured_at
         >>> round(loss_penalty(95.0, 100.0, slope=0.2, measured_at=100.0), 4)
         0.0103
     """
-    powers = [(x / measured_at) ** -DATA_EXPONENT for x in (progress, reference)]
-    return float(slope / DATA_EXPONENT * (powers[0] - powers[1]))
+    powers = [(x / measured_at) ** -exponent for x in (progress, reference)]
+    return float(slope / exponent * (powers[0] - powers[1]))
 
 
 def loss_slope(points: Sequence[tuple[int, float]]) -> float | None:

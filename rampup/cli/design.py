@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ ARGUMENTS = {
         default=[],
     ),
     "--max-batch": arg("SAMPLES", "largest global batch to consider"),
+    "--assume-growth": arg(
+        "POWER",
+        "power of the noise scale's growth after its last measurement, such as 0.47, or 0 for none; needed if it would exceed "
+        "4 times the measured one",
+        type=float,
+    ),
     **common.DEVICES,
     "--cost-per-prompt": arg(
         "RESPONSES",
@@ -67,7 +73,9 @@ def run(args: argparse.Namespace, console: object) -> Result:
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
     most = None if args.max_batch is None else parse_count(args.max_batch, what="max-batch", key="max-batch")
     devices = common.count_devices(args, config)
-    facts = rampup.design_ramp(config, folders, num_devices=devices, train_tokens=tokens, max_batch=most)
+    facts = rampup.design_ramp(
+        config, folders, num_devices=devices, train_tokens=tokens, max_batch=most, assume_growth=args.assume_growth
+    )
     if args.output is not None:
         draw_design(facts, args.output)
     return Result(facts=facts, show=lambda console: print_design(facts, console))
@@ -78,8 +86,8 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     from rampup.rl.config import load_rollout_config
     from rampup.rl.noise import advice_from_line
 
-    names = ("train_tokens", "measured", "max_batch", "devices", "output")
-    if others := [name for name in names if getattr(args, name)]:
+    names = ("train_tokens", "measured", "max_batch", "assume_growth", "devices", "output")
+    if others := [name for name in names if getattr(args, name) not in (None, [])]:
         rule = "is for ramps of pre-training; leave it out for a run of reinforcement learning"
         raise common.usage_error(f"--{others[0].replace('_', '-')} {rule}", key=others[0])
     cost = args.cost_per_prompt or 0.0
@@ -124,17 +132,19 @@ def print_design(facts: Mapping[str, Any], console: Console) -> None:
     start, end = scales
     console.print(
         f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples: {start} at the start, {end} at the end "
-        f"({facts['noise_source']}, growing with the power {growth:.2f})"
+        f"({facts['noise_source']}; last measured: {format_value(facts['noise_scale_last_measured'])}, then growing with the "
+        f"power {growth:.2f})"
     )
+    console.print("a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%")
     rows = []
     for candidate in facts["candidates"]:
         name = candidate["name"] + (" *" if candidate["name"] == facts["fastest"] else "")
-        penalty = "-"
-        if candidate["loss_penalty"] is not None:
-            penalty, low, high = (f"{candidate[f'loss_penalty{end}']:.4f}" for end in ("", "_low", "_high"))
-            penalty += "" if low == penalty == high else f" ({low} to {high})"
-        hours = (format_value(candidate["hours"]), penalty, format_value(candidate["hours_to_same_loss"]))
-        rows.append((name, f"{candidate['steps']:,}", *hours))
+        cells = (
+            _with_interval(candidate, "hours", format_value),
+            _with_interval(candidate, "loss_penalty", "{:.4f}".format),
+            _with_interval(candidate, "hours_to_same_loss", format_value),
+        )
+        rows.append((name, f"{candidate['steps']:,}", *cells))
     titles = ("schedule", "steps", "hours", "loss penalty", "hours to\nsame loss")
     console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
@@ -142,11 +152,23 @@ def print_design(facts: Mapping[str, Any], console: Console) -> None:
         frugal = f"the fastest that wastes at most {FRUGAL_WASTE:.0%} of the samples (the smallest batch wastes none)"
         console.print(f"frugal: {frugal}")
     for candidate in facts["candidates"]:
-        console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}"')
+        rule = " ".join(f"{key}={value}" for key, value in candidate["rate_rule"].items())
+        console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}')
+        costs = f"{_with_interval(candidate, 'token_overhead', '{:.0%}'.format)} more tokens than a very small batch"
+        wrong = f"if the noise scale is half of this, it costs {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
+        console.print(f"  {costs}; {wrong}")
     console.print("This is a model, not a measurement. It assumes:")
     for sentence in facts["assumptions"]:
         console.print(f"- {sentence}")
     print_notes(facts["notes"], console)
+
+
+def _with_interval(candidate: Mapping[str, Any], key: str, text: Callable[[float], str]) -> str:
+    """Return a prediction as text, with its interval if that shows."""
+    if candidate[key] is None:
+        return "-"
+    value, low, high = (text(candidate[f"{key}{end}"]) for end in ("", "_low", "_high"))
+    return value if low == value == high else f"{value} ({low} to {high})"
 
 
 def draw_design(facts: Mapping[str, Any], path: str) -> None:

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from rampup.batch_size.critical import critical_bound
 from rampup.batch_size.design_model import (
+    DATA_EXPONENTS,
     FRUGAL_WASTE,
+    PUBLISHED_GROWTH,
     DesignModel,
     NoiseCurve,
     NoisePoint,
@@ -62,6 +64,8 @@ Steps = list[tuple[Mapping[str, Any], float]]
 NO_RAMP = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
+# The noise scale is not taken to grow beyond this many times the last measured one unless the user names the growth.
+MOST_GROWTH = 4.0
 
 
 def design_ramp(
@@ -71,6 +75,7 @@ def design_ramp(
     num_devices: int,
     train_tokens: int | None = None,
     max_batch: int | None = None,
+    assume_growth: float | None = None,
 ) -> dict[str, Any]:
     """Compare schedules for a run by the steps, hours and loss that a model predicts from measurements.
 
@@ -83,13 +88,15 @@ def design_ramp(
         num_devices: devices of the run to design.
         train_tokens: tokens of the run to design; None = those of the configuration.
         max_batch: largest global batch in samples; None = four times the largest that was timed.
+        assume_growth: power of the progress with which the noise scale grows after its last measurement, 0 to 1. None = the
+            measured one, at most 0.47, if it makes it at most 4 times as large.
 
     Returns:
         What `rampup design --json` prints. Each of `candidates` has a `batch_size_schedule` for the configuration.
 
     Raises:
         ConfigError: no length of the run, nothing to choose from, or measurements of other sequence lengths.
-        DataError: no noise scale and no critical batch was measured.
+        DataError: no noise scale and no critical batch was measured, or too early for a run of this length.
 
     Example:
         >>> config = rampup.load_config("configs/base.yml")  # doctest: +SKIP
@@ -100,6 +107,9 @@ def design_ramp(
     if not tokens:
         fix = "give train_tokens (--train-tokens), such as 300B"
         raise ConfigError(f"a design needs the length of the run: {fix}", key="train-tokens")
+    if assume_growth is not None and not 0 <= assume_growth <= 1:
+        rule = f"assume_growth={assume_growth} (--assume-growth) must be between 0 and 1"
+        raise ConfigError(rule, key="assume-growth", nearest=(float(assume_growth > 1),))
     paths = [measured] if isinstance(measured, (str, os.PathLike)) else measured
     measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
@@ -119,32 +129,39 @@ def design_ramp(
         raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
     times = StepTimes.fit(dict(measurements.seconds))
     # By how the noise scale is at its estimate and at both ends of its interval.
-    models = [DesignModel(noise=curve, times=times) for curve in noise_curves(measurements.noise)]
+    models = [DesignModel(noise=curve, times=times) for curve in noise_curves(measurements.noise, assume_growth)]
     model, notes = models[0], [*measurements.notes]
+    references = [each.run(((0, sizes[0]),), samples=samples).progress for each in models]
+    if assume_growth is None:
+        _refuse_extrapolation(models, references, measurements.noise[-1].samples, samples)
     schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
 
     slope = loss_slope(measurements.losses)
     if slope is None:
         notes.append("the measured run is too short for the slope of its loss, so no loss penalty is predicted")
-    references = [each.run(((0, sizes[0]),), samples=samples).progress for each in models]
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
         noise, low, high = (each.noise.at(progress) for each in models)
         ends |= {f"noise_scale_{name}": noise, f"noise_scale_{name}_low": min(low, noise)}
         ends[f"noise_scale_{name}_high"] = max(high, noise) if high < math.inf else None
     unit = length if config.batch_size_schedule_unit == "tokens" else 1
-    candidates = []
+    candidates, reference = [], config.batch_scaling_reference or plan.ramp.sizes[-1]
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
-        build_plan(replace(config, **NO_RAMP, batch_size_schedule=text), num_devices)  # refuses what `rampup plan` would refuse
+        rule = _rate_rule(config, reference)
+        if name == "seesaw":  # which replaces the falls of the rate, and makes the batches itself
+            text, rule = f"0:{sizes[0]}", _seesaw_keys(sizes)
+        # Refuses what `rampup plan` would refuse.
+        build_plan(replace(config, **NO_RAMP | _budget_keys(tokens) | {"batch_size_schedule": text} | rule), num_devices)
         found = _predictions(schedule, models, references, samples=samples, tokens_per_sample=length, slope=slope)
-        candidates.append({"name": name, "batch_size_schedule": text, **found})
+        candidates.append({"name": name, "batch_size_schedule": text, "rate_rule": rule, **found})
     return {
         "train_tokens": tokens,
         "train_samples": samples,
         "tokens_per_sample": length,
         "noise_source": measurements.source,
         **ends,
+        "noise_scale_last_measured": model.noise.knots[-1][1],
         "noise_growth": model.noise.growth,
         "step_seconds": {str(size): measurements.seconds[size] for size in sorted(measurements.seconds)},
         "loss_slope": slope,
@@ -171,22 +188,62 @@ def _predictions(
     outcomes = [each.run(schedule, samples=samples) for each in models]
     same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
     penalties = [
-        None if slope is None else loss_penalty(a.progress, b, slope=slope, measured_at=each.noise.knots[-1][0])
+        loss_penalty(a.progress, b, slope=slope or 0.0, measured_at=each.noise.knots[-1][0], exponent=exponent)
+        for exponent in DATA_EXPONENTS
         for each, a, b in zip(models, outcomes, references, strict=True)
     ]
+    times = (models[0].times, *models[0].times.bounds())
+    ranges = {
+        "hours": [each.total(schedule, samples) / SECONDS_PER_HOUR for each in times],
+        "hours_to_same_loss": [each.total(schedule, end.samples) / SECONDS_PER_HOUR for end in same for each in times],
+        "loss_penalty": [None] if slope is None else penalties,
+        # Compared with a very small batch, whose samples are the progress.
+        "token_overhead": [end.samples / end.progress - 1 for end in same],
+    }
     found: dict[str, Any] = {
         "start_tokens": [start * tokens_per_sample for start, _ in schedule],
         "sizes": [size for _, size in schedule],
         "steps": outcomes[0].steps,
-        "hours": outcomes[0].seconds / SECONDS_PER_HOUR,
         "wasted_samples": 1 - outcomes[0].progress / references[0],
         "tokens_to_same_loss": same[0].samples * tokens_per_sample,
     }
-    ranges = {"loss_penalty": penalties, "hours_to_same_loss": [outcome.seconds / SECONDS_PER_HOUR for outcome in same]}
     for key, values in ranges.items():
         low, high = (None, None) if None in values else (min(values), max(values))
         found |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
-    return found
+    half = models[0].halved().run(schedule, progress=same[0].progress)
+    return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
+
+
+def _budget_keys(tokens: int) -> dict[str, Any]:
+    return {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
+
+
+def _seesaw_keys(sizes: Sequence[int]) -> dict[str, Any]:
+    return {"seesaw_factor": 2.0, "seesaw_max_batch_size": sizes[-1], "learning_rate_clock": "samples"}
+
+
+def _rate_rule(config: Config, reference: int) -> dict[str, Any]:
+    """Return the keys that scale the learning rate with the batch: those of the configuration, or the optimizer's rule."""
+    rate, of_optimizer = config.batch_rule[0], "linear" if config.opt_type == "sgd" else "sqrt"
+    own = config.learning_rate_batch_scaling != "auto" or (rate == "none" and config.batch_scaling != "none")
+    if own:
+        return {"learning_rate_batch_scaling": of_optimizer if rate == "none" else rate, "batch_scaling_reference": reference}
+    return {"batch_scaling": of_optimizer if rate == "none" else config.batch_scaling, "batch_scaling_reference": reference}
+
+
+def _refuse_extrapolation(models: Sequence[DesignModel], references: Sequence[float], measured: float, samples: int) -> None:
+    """Refuse a run in which the noise scale grows far beyond what was measured, if no growth was assumed by name."""
+    growth = max(model.noise.growth for model in models)
+    factor = max((end / model.noise.knots[-1][0]) ** model.noise.growth for end, model in zip(references, models, strict=True))
+    if factor > MOST_GROWTH:
+        raise DataError(
+            f"the noise scale was last measured around sample {measured:,.0f}, as {models[0].noise.knots[-1][1]:,.3g}; growing "
+            f"with a power of up to {growth:.2f} of the progress, it would be {factor:,.3g} times as large after {samples:,} "
+            f"samples, more than {MOST_GROWTH:g} times: measure in a longer run, or name a growth that you assume with "
+            f"assume_growth (--assume-growth): {PUBLISHED_GROWTH} (arXiv 2410.21676), or 0 for none",
+            key="assume-growth",
+            nearest=(PUBLISHED_GROWTH, 0),
+        )
 
 
 class Measurements(NamedTuple):
@@ -406,9 +463,7 @@ def _candidates(
         del found["early growth, frugal"]
         notes.append(f"the fastest ramp wastes less than {FRUGAL_WASTE:.0%} of the samples, so there is no more frugal one")
     try:
-        budget = {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
-        seesaw = {"seesaw_factor": 2.0, "seesaw_max_batch_size": sizes[-1], "learning_rate_clock": "samples"}
-        settings = NO_RAMP | budget | seesaw | {"batch_size_schedule": f"0:{sizes[0]}"}
+        settings = NO_RAMP | _budget_keys(tokens) | _seesaw_keys(sizes) | {"batch_size_schedule": f"0:{sizes[0]}"}
         planned = build_plan(replace(config, **settings), num_devices)
         found["seesaw"] = tuple((phase.start_sample, phase.global_batch_size) for phase in planned.ramp.phases)
     except RampupError as error:
@@ -430,12 +485,14 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
     found = [
         "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny batch, N the noise scale (arXiv 1812.06162)",
         kind,
-        "N depends on the progress of the training only, and every batch has its best learning rate",
+        "N depends on the progress of the training only, and every batch has its best learning rate; the rule printed with a "
+        "schedule (batch_scaling) comes close to it only from a rate that was tuned for its reference batch",
     ]
     if progress > last:
         found.append(
             f"N was last measured at a progress of {last:,.0f} samples (those that a tiny batch needs to get as far), and "
-            f"grows with the power {model.noise.growth:.2f} of it from there to {progress:,.0f}"
+            f"grows with the power {model.noise.growth:.2f} of it from there to {progress:,.0f}; published powers are 0 (arXiv "
+            f"2505.23971) to {PUBLISHED_GROWTH} (arXiv 2410.21676)"
         )
     timed = sorted(measured.seconds)
     if len(timed) == 1:
@@ -444,9 +501,14 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
             "faster; to know better, run into the next phase, or add --measured tune.json, the output of `rampup tune --json`"
         )
     elif sizes[-1] > timed[-1] or sizes[0] < timed[0]:
-        found.append(f"batches of {timed[0]:,} to {timed[-1]:,} were timed; times of others are on a line through them")
+        found.append(
+            f"batches of {timed[0]:,} to {timed[-1]:,} were timed; times of others are on a line through them, and "
+            "their interval is from the nearest timed step to a time in proportion to the batch"
+        )
     found += [
-        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the slope that the run measured",
-        "Seesaw is judged by its batches alone, as if its learning rate were the best one too; to run it, set seesaw_factor=2",
+        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the slope that the run measured; "
+        "the intervals have 0.37 too, the refit of arXiv 2404.10102",
+        "Seesaw is judged by its batches alone, as if its learning rate were the best one too, and a late switch without "
+        "the noise that training forgets (arXiv 2602.14208)",
     ]
     return found

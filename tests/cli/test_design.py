@@ -17,7 +17,16 @@ BASE = str(Path(__file__).parents[2] / "configs" / "base.yml")
 LENGTH = 128
 KEYS = {"train_tokens", "train_samples", "tokens_per_sample", "noise_source", "noise_scale_start", "noise_scale_end"}
 KEYS |= {f"noise_scale_{place}_{end}" for place in ("start", "end") for end in ("low", "high")}
-KEYS |= {"noise_growth", "step_seconds", "loss_slope", "candidates", "fastest", "assumptions", "notes"}
+KEYS |= {
+    "noise_scale_last_measured",
+    "noise_growth",
+    "step_seconds",
+    "loss_slope",
+    "candidates",
+    "fastest",
+    "assumptions",
+    "notes",
+}
 NAMES = ["constant 4", "early growth, fastest", "seesaw", "one late switch"]
 
 
@@ -57,7 +66,7 @@ def test_the_run_of_a_loop_of_ones_own_is_a_measurement(run, capsys):
         line |= {"step_seconds": line["global_batch_size"] * LENGTH / line["tokens_per_second"]}
         line["tokens_per_second"] /= LENGTH
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = ["--train-tokens", "20M", "--devices", "1"]
+    options = ["--train-tokens", "20M", "--assume-growth", "0.47", "--devices", "1"]
     assert main(["design", str(run), *options]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "has no config.yml" in message
@@ -68,7 +77,7 @@ def test_the_run_of_a_loop_of_ones_own_is_a_measurement(run, capsys):
 
 def test_design_json(run, capsys):
     """Every candidate has its predictions, and a schedule that `rampup plan` accepts for this configuration."""
-    code, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--devices", "1")
+    code, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--assume-growth", "0.47", "--devices", "1")
     assert (code, set(found)) == (0, KEYS)
     names = [candidate["name"] for candidate in found["candidates"]]
     assert [name for name in NAMES if name not in names] == []
@@ -76,7 +85,7 @@ def test_design_json(run, capsys):
     assert found["loss_slope"] == pytest.approx(0.4)
     for candidate in found["candidates"]:
         settings = [f"batch_size_schedule={candidate['batch_size_schedule']}", "enable_rampup_batch_size=false"]
-        settings += ["train_tokens=20M", "steps=-1"]
+        settings += ["train_tokens=20M", "steps=-1", *(f"{key}={value}" for key, value in candidate["rate_rule"].items())]
         code, plan = run_json(capsys, "plan", str(run / "config.yml"), *settings, "--devices", "1")
         assert code == 0
         assert [phase["global_batch_size"] for phase in plan["phases"]] == candidate["sizes"]
@@ -90,23 +99,62 @@ def test_design_json(run, capsys):
     assert found["fastest"] == fastest["name"]
     assert fastest["hours_to_same_loss"] < 0.5 * smallest["hours"]
     config = rampup.load_config(run / "config.yml")
-    assert rampup.design_ramp(config, run, num_devices=1, train_tokens=20_000_000) == found
+    assert rampup.design_ramp(config, run, num_devices=1, train_tokens=20_000_000, assume_growth=0.47) == found
 
 
 def test_design_uses_the_measurements(run, capsys):
     """Hours and waste are those of the model with the formulas that the run follows."""
-    _, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--devices", "1")
+    _, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--assume-growth", "0.47", "--devices", "1")
     points = []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         noise = 2.0 * line["consumed_samples"] ** 0.5
         points.append(NoisePoint(line["consumed_samples"], line["global_batch_size"], noise, noise, noise))
-    model = DesignModel(noise=noise_curves(points)[0], times=StepTimes.fit({4: 1.08, 16: 1.32}))
+    model = DesignModel(noise=noise_curves(points, 0.47)[0], times=StepTimes.fit({4: 1.08, 16: 1.32}))
     by_name = {candidate["name"]: candidate for candidate in found["candidates"]}
     large = next(candidate for name, candidate in by_name.items() if candidate["sizes"] == [64])
     samples = found["train_samples"]
     assert large["hours"] == pytest.approx(samples / 64 * (1.32 + 48 * 0.02) / 3600, rel=1e-6)
     small, big = (model.run(((0, size),), samples=samples).progress for size in (4, 64))
     assert large["wasted_samples"] == pytest.approx(1 - big / small, rel=0.02)
+
+
+def test_design_does_not_extrapolate_without_limit(run, capsys):
+    """A run far longer than the measured one needs a named growth; the last measured value is printed beside the last used."""
+    assert main(["design", str(run), "--train-tokens", "10B", "--devices", "1"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "more than 4 times" in message
+    assert "--assume-growth" in message
+    code, short = run_json(capsys, "design", str(run), "--train-tokens", "5M", "--devices", "1")
+    assert (code, short["noise_growth"]) == (0, 0.47)  # the run follows a power of 0.5
+    assert short["noise_scale_end"] <= 4 * short["noise_scale_last_measured"]
+    arguments = ["design", str(run), "--train-tokens", "10B", "--devices", "1", "--assume-growth", "0"]
+    _, found = run_json(capsys, *arguments)
+    assert found["noise_scale_end"] == found["noise_scale_last_measured"]
+    assert found["noise_scale_end_high"] > 50 * found["noise_scale_end"]
+    assert main(arguments) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"last measured: {found['noise_scale_last_measured']:.4g}" in text
+    assert text.count("if the noise scale is half of this, it costs") == len(found["candidates"])
+    assert "batch_scaling=sqrt batch_scaling_reference=16" in text
+
+
+def test_costs_are_those_of_the_hyperbola(run, capsys):
+    """Of a constant noise scale: overhead is B / N, double that for half of it; hours of untimed batches have an interval."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"gradient_noise_trace": 40.0 * LENGTH, "gradient_squared_norm": 1.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--assume-growth", "0", "--devices", "1")
+    for candidate in found["candidates"]:
+        if len(candidate["sizes"]) == 1:
+            (batch,) = candidate["sizes"]
+            overhead = batch / 40
+            assert candidate["token_overhead"] == pytest.approx(overhead, rel=0.01)
+            assert candidate["more_tokens_if_noise_is_half"] == pytest.approx((1 + 2 * overhead) / (1 + overhead) - 1, rel=0.01)
+            hours = [candidate[f"hours{end}"] for end in ("_low", "", "_high")]
+            assert hours == sorted(hours)
+            # Between the time of the largest timed step, of 16, and one in proportion to the batch.
+            assert hours[2] / hours[0] == pytest.approx(max(batch / 16, 1))
 
 
 def test_critical_batches_are_preferred(run, capsys):
@@ -120,7 +168,7 @@ def test_critical_batches_are_preferred(run, capsys):
         (folder / "result.json").write_text(json.dumps(result | {"consumed_samples": samples, "global_batch_size": batch}))
     tuned = run.with_name("tune.json")
     tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))
-    arguments = ["design", str(run), "--train-tokens", "20M", "--devices", "1"]
+    arguments = ["design", str(run), "--train-tokens", "20M", "--assume-growth", "0.47", "--devices", "1"]
     code, found = run_json(capsys, *arguments, "--measured", str(tuned))
     assert (code, found["noise_source"]) == (0, "critical")
     # Before the first of them, the noise scale of the run counts, in proportion: it grows from 2 * sqrt(4) to 40 and meets 8.
@@ -134,7 +182,20 @@ def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
     """A configuration with a measured run works as the run itself; the picture is written, the model is called one."""
     pytest.importorskip("matplotlib")
     picture = tmp_path / "design.png"
-    arguments = ["design", BASE, "--measured", str(run), "--train-tokens", "20M", "--devices", "1", "-o", str(picture)]
+    arguments = [
+        "design",
+        BASE,
+        "--measured",
+        str(run),
+        "--train-tokens",
+        "20M",
+        "--assume-growth",
+        "0.47",
+        "--devices",
+        "1",
+        "-o",
+        str(picture),
+    ]
     assert main([*arguments, "lr_schedule_type=constant"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "This is a model, not a measurement" in text
