@@ -4,8 +4,8 @@ The rules, all known before step 0:
 
 - The sizes are the first batch times powers of two, and the largest batch. Each is checked like a phase of any other ramp.
 - The batch never shrinks, and a decision at most doubles it.
-- It grows to a size only if the lower end of the noise scale's interval has reached that size, so an estimate that is not
-  certain changes nothing.
+- It grows to a size B only if the lower end N of the noise scale's interval is so large that at most a share `max_waste` of a
+  sample is lost, B / (N + B): by default 20%, at 4 B. So an estimate that is not certain changes nothing.
 - After a change, a half-life of samples must pass, so that the estimate has mostly seen the new batch.
 - Decisions are made after every `DECISION_PERIOD` steps, from the steps before.
 """
@@ -19,6 +19,7 @@ from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.plan.ramp import AutoMode, BatchRamp
 
 DECISION_PERIOD = 10
+MAX_WASTE = 0.2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class AutoSchedule:
     mode: AutoMode  # `follow` changes the batch of the run; `advise` only writes what it would do
     half_life_samples: float  # samples that must pass between two changes
     rows: list[list[int]]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
+    max_waste: float = MAX_WASTE  # share of a sample that a batch may lose to grow
     unit: str = "samples"  # what the sizes count; prompts in reinforcement learning, with rollouts as steps
 
     @property
@@ -54,6 +56,10 @@ class AutoSchedule:
         """The decisions so far as a ramp."""
         return BatchRamp.from_rows(self.rows)
 
+    def needed_noise(self, size: int) -> float:
+        """Return the noise scale at which a batch loses `max_waste` of its samples."""
+        return size * (1 - self.max_waste) / self.max_waste
+
     def is_due(self, step: int) -> bool:
         """Return whether there is a decision after this many steps."""
         return step > 0 and step % DECISION_PERIOD == 0
@@ -65,7 +71,7 @@ class AutoSchedule:
         """
         if noise_scale is None or sample - self.rows[-1][1] < self.half_life_samples:
             return self.size
-        reached = [size for size in self.sizes if size <= min(noise_scale, 2 * self.size)]
+        reached = [size for size in self.sizes if size <= 2 * self.size and self.needed_noise(size) <= noise_scale]
         if reached and reached[-1] > self.size:
             self.rows.append([step, sample, reached[-1]])
         return self.size
@@ -77,7 +83,7 @@ class AutoSchedule:
             >>> from rampup.batch_size.noise_scale import NoiseEstimate
             >>> auto = AutoSchedule(sizes=(4, 8), mode="follow", half_life_samples=100, rows=[[0, 0, 4]])
             >>> auto.outlook(step=10, sample=40, noise=NoiseEstimate(value=5.0, low=3.0, high=9.0))
-            '4 samples; 8 need a noise scale whose interval begins at 8 or above, it is 5 (3 to 9), and 60 more samples'
+            '4 samples; 8 need a noise scale whose interval begins at 32 or above, it is 5 (3 to 9), and 60 more samples'
         """
         use = "" if self.mode == "follow" else "advises "
         if len(self.rows) > 1 and self.rows[-1][0] == step:
@@ -85,9 +91,9 @@ class AutoSchedule:
         larger = next((size for size in self.sizes if size > self.size), None)
         if larger is None:
             return f"{use}{self.size:,} {self.unit}, the largest batch; the noise scale is {noise}"
-        needs = []
-        if noise.low is None or noise.low < larger:
-            needs.append(f"a noise scale whose interval begins at {larger:,} or above, it is {noise}")
+        needs, needed = [], self.needed_noise(larger)
+        if noise.low is None or noise.low < needed:
+            needs.append(f"a noise scale whose interval begins at {needed:,.6g} or above, it is {noise}")
         if (missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)) > 0:
             needs.append(f"{missing:,} more {self.unit}")
         return f"{use}{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"

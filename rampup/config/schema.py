@@ -174,6 +174,9 @@ class RampKeys(Settings):
     auto_schedule: AutoMode = _ramp("follow", choices=AUTO_MODES, own=True, doc="""
         What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
         size that it would use into the metrics, and the schedule at the end.""")
+    auto_max_waste: float = _ramp(0.2, above=0, below=1, own=True, doc="""
+        Share of each sample that a batch may lose for batch_size_schedule=auto to grow to it, by the lower end N of the noise
+        scale's interval: B / (N + B). 0.2 lets a batch of 8 follow from a noise scale of 32 on.""")
     batch_size_schedule_unit: str = _ramp("samples", choices=SCHEDULE_UNITS, own=True, ramp=True, doc="""
         What the thresholds of batch_size_schedule count: samples, or tokens, which are divided by max_target_length.""")
 

@@ -385,7 +385,8 @@ class Run:
             if plan.auto_schedule is not None:
                 half_life, rows = noise.half_life_samples, plan.ramp.to_rows()
                 sizes, mode = plan.reserved_sizes, plan.auto_schedule
-                auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows)
+                waste = config.auto_max_waste
+                auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows, max_waste=waste)
 
         def describe_rows(step: int) -> list[str]:
             # A ramp that follows the run grows while it runs.

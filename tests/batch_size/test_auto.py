@@ -69,11 +69,11 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
 
 
 def test_auto_schedule_has_hysteresis():
-    """It grows only when the lower end has reached the next size and a half-life has passed, and never shrinks."""
+    """It grows only when the lower end is four times the next size and a half-life has passed, and never shrinks."""
     auto = AutoSchedule(sizes=(8, 16, 32), mode="follow", half_life_samples=100, rows=[[0, 0, 8]])
     assert auto.decide(step=10, sample=80, noise_scale=1e9) == 8
-    assert auto.decide(step=20, sample=160, noise_scale=15.9) == 8
-    assert auto.decide(step=30, sample=240, noise_scale=16.0) == 16
+    assert auto.decide(step=20, sample=160, noise_scale=63.9) == 8
+    assert auto.decide(step=30, sample=240, noise_scale=64.0) == 16
     assert auto.decide(step=40, sample=339, noise_scale=1e9) == 16
     assert auto.decide(step=50, sample=340, noise_scale=None) == 16
     assert auto.decide(step=50, sample=340, noise_scale=1e9) == 32
