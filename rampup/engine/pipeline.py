@@ -300,9 +300,6 @@ class Stage:
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
         other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
-        # With a remat policy: the structure of a chunk's pullback (see `_forward_chunk`).
-        self._pullback_structure: Any = None
-        self._pullback_inputs: list[int | None] = []
 
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
@@ -326,12 +323,16 @@ class Stage:
 
         # Placeholders, of the gradient too, are ones, so that ticks without a microbatch compute with ordinary numbers. Their
         # results are dropped, but a NaN in them would stop a run with jax_debug_nans.
-        x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
-        ring = None
+        def ones(shapes: Any) -> Any:
+            return jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
+
+        x = ones(jax.eval_shape(self._first, 0))
+        ring = pullback = None
         if self.with_grads:
-            kept = jax.eval_shape(lambda: self._forward_chunk(x, 0, 0)[1])
-            stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
-            ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
+            kept: Any = ()
+            if self.loss.remat_policy is not None:
+                pullback, kept = jax.eval_shape(self._pullback, x, jnp.int32(0), jnp.int32(0))
+            ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), (x, ones(kept)))
 
         def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
@@ -351,7 +352,7 @@ class Stage:
                 # tick, so its forward is left to it, and y is the chunk's input.
                 runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
                 # If it does not run, x and slot 0 take the place of the results, for their shapes.
-                y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r), (x, take(ring[1], 0)))
+                y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r, pullback), (x, take(ring[1], 0)))
                 slot = unit % self.ring_size
                 return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
 
@@ -366,7 +367,8 @@ class Stage:
                 is_real, k, turn = unit_of(unit)
                 r = self.v - 1 - turn
                 stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-                return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))
+                compute = lambda: self._backward_chunk(sums, stash, pullback, y, arrived, k, r)  # noqa: E731
+                return self._if(is_real, compute, (sums, arrived))
 
         def tick(t: jax.Array, carry: Any) -> Any:
             """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
@@ -389,24 +391,20 @@ class Stage:
         num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
         return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
-    def _forward_chunk(self, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
-        """Return a chunk's output, and the values that its backward needs in addition to its input.
-
-        A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
-        and the pullback rebuilt from them. Some leaves are inputs of the chunk: layers, rows and x. Those are known in the
-        backward, so only the others are returned. `_pullback_inputs` has for every leaf its index among the inputs, or None.
-        A leaf is an input if it is the same object. Both attributes are written when the forward is traced, which `run_pass`
-        does before it traces the backward. Later traces have the same structure: otherwise `kept` would not fit into the ring
-        buffer.
-        """
+    def _forward_chunk(self, x: Any, k: Any, r: Any, pullback: Pullback | None) -> tuple[Any, Any]:
+        """Return a chunk's output, and the values that its backward needs in addition to its input."""
         inputs = self._inputs(x, k, r)
-        if self.loss.remat_policy is None:
-            return self.loss.stage(*inputs), []
-        y, pullback = self._vjp_chunk(*inputs)
-        leaves, self._pullback_structure = jax.tree.flatten(pullback)
-        known = jax.tree.leaves(inputs)
-        self._pullback_inputs = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
-        return y, [leaf for leaf, index in zip(leaves, self._pullback_inputs, strict=True) if index is None]
+        if pullback is None:
+            return self.loss.stage(*inputs), ()
+        y, own = self._vjp_chunk(*inputs)
+        return y, pullback.kept(own)
+
+    def _pullback(self, x: Any, k: Any, r: Any) -> tuple[Pullback, tuple[Any, ...]]:
+        """Return the structure of the pullback of a chunk, and what it keeps."""
+        inputs = self._inputs(x, k, r)
+        _, own = self._vjp_chunk(*inputs)
+        pullback = Pullback(own, inputs)
+        return pullback, pullback.kept(own)
 
     def _inputs(self, x: Any, k: Any, r: Any) -> tuple[Any, ...]:
         """Return the arguments of `PipelinedLoss.stage` for microbatch k in chunk r."""
@@ -417,19 +415,19 @@ class Stage:
         stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
         return jax.vjp(lambda chunk, x: stage(chunk, x, *others), chunk, x)
 
-    def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
+    def _backward_chunk(
+        self, sums: Sums, stash: Any, pullback: Pullback | None, y: Any, arrived: Any, k: jax.Array, r: jax.Array
+    ) -> tuple[Sums, Any]:
         """Add the gradients of one unit to the sums; return the gradient of its input."""
         x, kept = stash
         inputs = self._inputs(x, k, r)
-        if self.loss.remat_policy is None:
-            y, pullback = self._vjp_chunk(*inputs)
+        if pullback is None:
+            y, run = self._vjp_chunk(*inputs)
         else:
-            known, rest = jax.tree.leaves(inputs), iter(kept)
-            leaves = [next(rest) if index is None else known[index] for index in self._pullback_inputs]
-            pullback = jax.tree.unflatten(self._pullback_structure, leaves)
+            run = pullback.restore(inputs, kept)
         is_last = (self.s == self.p - 1) & (r == self.v - 1)
         sums, gradient = self._if(is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived))
-        chunk_gradient, gradient = pullback(gradient)
+        chunk_gradient, gradient = run(gradient)
         chunks, shared = sums.grads
         chunks = jax.tree.map(lambda total, g: total.at[r].add(g.astype(total.dtype)), chunks, chunk_gradient)
         sums = sums._replace(noise=self._add_squares(sums.noise, chunk_gradient, k, r))
@@ -496,6 +494,35 @@ class Stage:
         skip idle work do not need it.
         """
         return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
+
+
+@jax.tree_util.register_static
+class Pullback:
+    """How the pullback of a chunk is made of the inputs of the chunk and of what its forward keeps, with a remat policy.
+
+    A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer.
+    Some of them are inputs of the chunk: layers, rows and x. Those are known in the backward, so only the others are kept. A
+    leaf is an input if it is the same object. All traces of a chunk have the structure of the first one, from which this is
+    made.
+    """
+
+    def __init__(self, pullback: Any, inputs: Any) -> None:
+        leaves, self._structure = jax.tree.flatten(pullback)
+        known = jax.tree.leaves(inputs)
+        # For every leaf its index among the inputs, or None.
+        self._places = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
+
+    def kept(self, pullback: Any) -> tuple[Any, ...]:
+        """Return the leaves of a pullback that are no inputs."""
+        leaves = jax.tree.leaves(pullback)
+        return tuple(leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None)
+
+    def restore(self, inputs: Any, kept: tuple[Any, ...]) -> Callable[[Any], tuple[Any, Any]]:
+        """Return the pullback that `kept` are the leaves of."""
+        known, rest = jax.tree.leaves(inputs), iter(kept)
+        leaves = [next(rest) if place is None else known[place] for place in self._places]
+        pullback: Callable[[Any], tuple[Any, Any]] = jax.tree.unflatten(self._structure, leaves)
+        return pullback
 
 
 def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
