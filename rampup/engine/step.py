@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
@@ -31,18 +31,8 @@ from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import (
-    carried,
-    check_arguments,
-    check_state,
-    check_step_number,
-    join_frozen,
-    shardings_of,
-    split_frozen,
-)
-from rampup.engine.totals import differing_leaves
+from rampup.engine.state import NewState, carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
-from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import PlanPosition, RampPlan
@@ -403,22 +393,36 @@ class TrainStep:
         The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
         Several processes would decide at different steps, even if they exchanged messages: each dispatches steps ahead of the
         devices, by a number of steps that nothing bounds. Therefore they wait.
+
+        At a step, a microbatch size is `new`, `later` if a later step changes to it, in the earlier part of a run that is
+        replayed, or `used`. A fallback is a size in use: another one would have to be compiled as well.
+
+        ============  ==========  =============  =============================================
+        planned size  a fallback  program ready  split
+        ============  ==========  =============  =============================================
+        used          any         any            the planned one
+        later         there is    any            the fallback
+        new           there is    no             the fallback
+        new           there is    yes            the planned one; its size becomes `used`
+        new or later  none        any            the planned one; its size becomes `used`
+        ============  ==========  =============  =============================================
         """
-        planned, step, changes = position.split, position.step, self._shape_changes
+        planned, step = position.split, position.step
         if self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1:
             return planned
-        in_use = {size for size, first_step in changes.items() if first_step <= step}
-        if planned.microbatch_size in in_use:
+
+        def use_of(split: BatchSplit) -> str:
+            first_step = self._shape_changes.get(split.microbatch_size)
+            return "new" if first_step is None else "later" if first_step > step else "used"
+
+        now = use_of(planned)
+        if now == "used":
             return planned
-        # Nearest phase first. Only a size in use is a fallback: another one would have to be compiled as well.
-        fallbacks = (split for split in self._plan.fallbacks(position.phase.index) if split.microbatch_size in in_use)
-        fallback = next(fallbacks, None)
-        if fallback is not None:
-            # The change may be decided already, for a later step: by the earlier part of the run that is replayed.
-            is_later = planned.microbatch_size in changes
-            if is_later or not self._compiler.is_ready(_rows(planned)):
-                return fallback
-        changes[planned.microbatch_size] = step
+        # Nearest phase first.
+        fallback = next((split for split in self._plan.fallbacks(position.phase.index) if use_of(split) == "used"), None)
+        if fallback is not None and (now == "later" or not self._compiler.is_ready(_rows(planned))):
+            return fallback
+        self._shape_changes[planned.microbatch_size] = step
         return planned
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
@@ -489,7 +493,19 @@ class TrainStep:
         known, done = self._returned
         # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
         if known is None or getattr(state, "step", None) is not known:
-            done = self._check_new_state(state)
+            axes = self._update.scatter_axes or BatchAxes.of(self._mesh, self._batch_axes)
+            # An axis of one device shards nothing, even if a sharding names it.
+            axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
+            done = NewState(
+                state=state,
+                tx=self.tx,
+                mesh=self._mesh,
+                axes=axes,
+                is_first=known is None,
+                is_fused=self._is_fused,
+                donate=self._donate,
+                scatters=self._update.scatter_axes is not None,
+            ).check()
         if batch.position.step != done:
             fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
             raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
@@ -512,67 +528,6 @@ class TrainStep:
                 raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
             planned, fix = ", ".join(map(str, layouts)), "make it with the same plan, and without chunk_size"
             raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
-
-    def _check_new_state(self, state: Any) -> int:
-        """Check a state that did not come from this step, and return its step number. That waits for the devices, once."""
-        check_state(state)
-        if isinstance(state.step, jax.core.Tracer):
-            raise ConfigError("a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate")
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():
-            problem = "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"
-            raise ConfigError(problem, key="state")
-        if getattr(state, "tx", self.tx) != self.tx:
-            fix = "give the same optimizer to both, with engine='multi_steps' the `tx` of the step"
-            raise ConfigError(f"the state has another tx than the step; {fix}", key="tx")
-        fix = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
-        if isinstance(state.opt_state, optax.MultiStepsState) is self._is_fused:
-            problem = f"`opt_state` is {a_type(state.opt_state)}, which is not what the engine of the step needs"
-            raise ConfigError(f"{problem}; {fix}", key="tx")
-        if self._returned[0] is None:
-            # Some optimizers run on the state of others, without an error. Later states must have the types and shapes that the
-            # first one was compiled for. An `init` that looks at values cannot tell the shapes.
-            expected = state.opt_state
-            with contextlib.suppress(Exception), auto_context(self._mesh):
-                expected = jax.eval_shape(self.tx.init, as_auto(state.params))
-            if difference := _difference(expected, state.opt_state):
-                problem = f"`opt_state` is not that of the step's optimizer: {difference}"
-                raise ConfigError(f"{problem}; {fix}", key="tx")
-        shardings = shardings_of(state)
-        if self._donate:
-            names: dict[int, str] = {}
-            for path, leaf in jax.tree.leaves_with_path(state):
-                name = f"state{jax.tree_util.keystr(path)}"
-                if (other := names.setdefault(id(leaf), name)) is not name:
-                    problem = f"{other} and {name} are one array, and a step donates each to what it becomes"
-                    raise ConfigError(f"{problem}; copy one with jax.tree.map(jnp.copy, ...)", key="state")
-        for path, sharding in jax.tree.leaves_with_path(shardings):
-            if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
-                problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
-                raise ConfigError(f"{problem}; place the state with rampup.prepare_state(state, mesh)", key="state")
-        axes = self._update.scatter_axes or BatchAxes.of(self._mesh, self._batch_axes)
-        # An axis of one device shards nothing, even if a sharding names it.
-        axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-        key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
-        if is_scattered(shardings.params, axes):
-            problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
-            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True; or give "
-            fix += f"train_step batch_axes=BatchAxes(replica=(), rows={axes.rows}): the compiler gathers them where it must"
-            raise ConfigError(f"{problem}; {fix}", key=key)
-        found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
-        if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
-            problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
-            problem = f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model"
-            raise ConfigError(problem, key=key)
-        if not self._is_fused:
-            if getattr(state, "dynamic_scale", None) is not None:
-                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
-                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
-            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
-            if place != (done, 0):
-                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
-                rule = "`step` and `opt_state.gradient_step` must be equal"
-                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
-        return int(state.step)
 
     def _run(self, program: Any, update: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Run the program of an update, or for None the update itself, without compilation."""
@@ -643,15 +598,6 @@ class TrainStep:
 def _rows(split: BatchSplit) -> int:
     """Return the rows of a microbatch over all replicas. In a plan, there is one program for each number of them."""
     return split.data_parallel_size * split.microbatch_size
-
-
-def _difference(expected: Any, found: Any) -> str | None:
-    """Return how two states of optimizers differ in their arrays and in the tuples that they are made of, or None."""
-    for name, want, have in differing_leaves(expected, found, np.shape):
-        wanted, got = ("is absent" if shape is None else f"has the shape {list(shape)}" for shape in (want, have))
-        return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
-    parts = [jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple)) for tree in (expected, found)]
-    return None if parts[0] == parts[1] else "its parts are others, such as those of a chain with more or fewer transformations"
 
 
 class EvalStep:
