@@ -1107,7 +1107,9 @@ class _Reader:
 
     def modify(self, value: str, rest: str) -> str:
         """Return a text after `#`, `%`, `/`, `:`, `^` or `,` of `${NAME...}`."""
-        sign, raw, _, new = re.fullmatch(r"(##?|%%?|//?|.)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+        parts = re.fullmatch(r"(##?|%%?|//?|.)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL)
+        assert parts is not None
+        sign, raw, _, new = parts.groups()
         pattern = self.text(raw if sign[0] == "/" else rest[len(sign) :])
         if has_unknown(value) or (sign[0] in "#%/" and has_unknown(pattern)):
             return value if MARKER.fullmatch(value) else mark("${...}")

@@ -134,7 +134,7 @@ def warn_of_loss(loss: SummableLoss, state: Any, batch: Batch, *, sees_whole: bo
     try:
         found = _problems(_Evaluations(loss, state, _pick(batch), seed=0, is_quiet=True))
         report = LossReport(tuple(problem for problem in found if not (sees_whole and problem.kind in OF_PARTS)))
-    except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked; the step raises what it cannot run
+    except Exception:  # noqa: BLE001 - what only the mesh of the step can run is not checked, and the step raises the rest
         return
     if not report:
         more = "rampup.check_loss(loss_fn, state, rows) repeats this check; train_step(..., check_loss=False) leaves it out"

@@ -155,8 +155,14 @@ class NoiseMeter:
 
     def _total(self, parts: jax.Array) -> jax.Array:
         """Return the sums over the shards of partial sums (n, *shards)."""
+        # A gradient in 2 x 2 parts, with the sum of squares that each device has of its own part:
+        #
+        #               stage 0  stage 1
+        #     tensor 0     a        b         parts[n] = [[a, b],
+        #     tensor 1     c        d                     [c, d]]       total[n] = (a + c) + (b + d)
+        #
         if len(self.axes) > 1 and STAGE in self.axes:
-            # Over the stages last, as the compiler does for the norm of a clipping.
+            # Over the stages last, as the compiler does for the norm of a clipping: [a + c, b + d] has one number per stage.
             parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
             parts = constrain(parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE)))
         return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))

@@ -65,7 +65,8 @@ def as_policy(model: Any) -> Policy:
 
         return Policy(logits=model.logits, packed=packed, prefill=partial(prefill, model), decode=partial(decode, model))
     if isinstance(model, nn.Module):
-        return Policy(logits=lambda params, tokens_BT: model.apply({"params": params}, tokens_BT))  # type: ignore[arg-type,return-value]
+        apply: Any = model.apply
+        return Policy(logits=lambda params, tokens_BT: apply({"params": params}, tokens_BT))
     if isinstance(model, nnx.Module):
         raise ConfigError("an NNX model contains its parameters; use policy, params = split_policy(model)", key="model")
     if callable(model):
