@@ -26,12 +26,13 @@ from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
 from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of, put_batch, row_size, stop_step
 from rampup.engine.check_loss import warn_of_loss
+from rampup.engine.check_state import NewState
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import NewState, carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
+from rampup.engine.state import carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.pipeline import pass_ticks
