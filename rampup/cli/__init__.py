@@ -7,6 +7,7 @@ command that runs is imported. Exit codes: 0 success, 1 failed, 2 refused, 130 i
 from __future__ import annotations
 
 import argparse
+import contextvars
 import difflib
 import importlib
 import io
@@ -24,6 +25,7 @@ from rich.console import Console
 import rampup
 from rampup.cli import common
 from rampup.errors import NonFiniteError, RampupError, StorageError
+from rampup.loop.events import ctrl_c_stops
 
 # Each command, whose module has its name, with one line of help.
 COMMANDS = {
@@ -93,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
     try:
-        code = _dispatch(arguments)
+        context = contextvars.copy_context()
+        context.run(ctrl_c_stops.set, True)
+        code = context.run(_dispatch, arguments)
         sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits
         return code
     except RampupError as error:

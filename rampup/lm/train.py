@@ -352,7 +352,7 @@ class Run:
         return cls(setup=setup, saved=saved, loader=loader, data=data, evaluation=evaluation, writers=metric_writers(config))
 
     def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
-        """Train in the run's folder, to the plan's end or to Ctrl-C or SIGTERM.
+        """Train in the run's folder, to the plan's end or to SIGTERM.
 
         Args:
             on_event: called with every event of the run, in process 0 only.

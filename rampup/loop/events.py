@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, dataclass_transform
+
+# Whether Ctrl-C asks a run to stop, as SIGTERM does. The command line says so; elsewhere it is a KeyboardInterrupt, as usual.
+ctrl_c_stops: ContextVar[bool] = ContextVar("ctrl_c_stops", default=False)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -118,7 +122,7 @@ class RunStopped(Event):
 
 
 class StopRequested(Event):
-    """Ctrl-C or SIGTERM: the run stops after the steps in flight. Reported at once, from a thread of its own."""
+    """SIGTERM, or Ctrl-C in the command line: the run stops after the steps in flight. Reported at once, by another thread."""
 
 
 class RunStopping(Event):
@@ -128,7 +132,7 @@ class RunStopping(Event):
 
 
 class RunAborted(Event):
-    """A second Ctrl-C ended the run at once. Nothing was saved after `checkpoint` steps; None if there is no checkpoint."""
+    """Ctrl-C, in the command line a second one, ended the run at once. `checkpoint`: steps done in the newest one, or None."""
 
     folder: Path
     checkpoint: int | None

@@ -15,6 +15,7 @@ A component may replace the plan, as `batch_size_schedule: auto` does, and then 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import signal
 import threading
@@ -51,6 +52,9 @@ NAMED_FILES = 10
 # Parts of a checkpoint's record besides those of the components: the rows of the ramp, and the length of the learning-rate
 # schedule.
 RAMP_ROWS, SCHEDULE_STEPS = "ramp_rows", "schedule_steps"
+
+# More than a `struct sigaction` has on any system.
+_SIGACTION_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,7 @@ class Loop:
         object.__setattr__(self, "components", (*brought, *self.components))
 
     def run(self, state: Any) -> tuple[Any, Summary]:
-        """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
+        """Train from the newest checkpoint, or from `state`, to the plan's end or to SIGTERM: `restore`, then `train`.
 
         Args:
             state: the training state of step 0; its buffers are donated.
@@ -226,7 +230,7 @@ class Loop:
         return None if getattr(self.plan, "seesaw", None) else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
-        """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
+        """Train from step `start` to the plan's end or to SIGTERM.
 
         Args:
             state: the training state before step `start`; its buffers are donated.
@@ -285,7 +289,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
-        """Report a second Ctrl-C, which ends the run in the middle of a step, when the last checkpoint is written."""
+        """Report a Ctrl-C that ends the run in the middle of a step, when the last checkpoint is written."""
         try:
             yield
         except KeyboardInterrupt:
@@ -383,27 +387,34 @@ class Loop:
 
 @contextlib.contextmanager
 def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the steps in flight; the second acts as usual.
+    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop; the second acts as usual.
 
     `on_request` is called at the first one, at once and in a thread of its own: the main thread may hold any lock.
     """
     requested = False
     before: dict[int, Any] = {}
+    # What the system calls. It need not be Python's handler: a library in C, or a program around Python, may have its own.
+    system, actions = ctypes.CDLL(None), dict[int, Any]()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+            system.sigaction(each, actions[each], None)
 
     def request(number: int, frame: FrameType | None) -> None:
         nonlocal requested
         requested = True
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        restore()
         with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
             threading.Thread(target=on_request, daemon=True).start()
 
     with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM) if events.ctrl_c_stops.get() else (signal.SIGTERM,):
+            actions[number] = ctypes.create_string_buffer(_SIGACTION_BYTES)
+            system.sigaction(number, None, actions[number])
             before[number] = signal.signal(number, request)
     try:
         yield lambda: requested
     finally:
         # Also after the first signal: the caller may have handlers of its own.
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        restore()

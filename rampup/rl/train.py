@@ -180,7 +180,7 @@ class RolloutRun:
         return state_of(self._warm_start(params)) if warm and self.config.warm_start_steps else state
 
     def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
-        """Train in a folder that this process owns, to the end or to Ctrl-C or SIGTERM.
+        """Train in a folder that this process owns, to the end or to SIGTERM.
 
         Raises:
             RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.

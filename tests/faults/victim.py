@@ -37,8 +37,9 @@ def run(settings, folder, pause, devices):
     from rampup import Config
     from rampup.errors import RampupError
     from rampup.lm import train as lm
-    from rampup.loop.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed
+    from rampup.loop.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed, ctrl_c_stops
 
+    ctrl_c_stops.set(True)
     inner = lm.BatchLoader.batches
 
     def watched(*arguments):

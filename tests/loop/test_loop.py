@@ -1,5 +1,7 @@
 """Tests of rampup.loop.loop."""
 
+import contextvars
+import ctypes
 import io
 import json
 import re
@@ -37,9 +39,10 @@ from rampup.loop.events import (
     StepDone,
     StopRequested,
     StorageFailed,
+    ctrl_c_stops,
 )
 from rampup.loop.lock import LOCK_FILE
-from rampup.loop.loop import EvalOptions, Loop
+from rampup.loop.loop import EvalOptions, Loop, stop_requests
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import read_lines
 
@@ -242,7 +245,10 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
 
 
 def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(parts, tmp_path):
-    """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint."""
+    """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint.
+
+    That is so in the command line. In a loop of one's own the first one ends it, and a handler in C for SIGTERM comes back.
+    """
     seen, answered, before = [], threading.Event(), signal.getsignal(signal.SIGINT)
 
     def on_event(event):
@@ -258,12 +264,24 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
             signal.raise_signal(signal.SIGINT)
 
     handlers = [signal.getsignal(signal.SIGTERM)]
+    context = contextvars.copy_context()
+    context.run(ctrl_c_stops.set, True)
     with pytest.raises(KeyboardInterrupt):
-        run_own(parts, tmp_path, on_event=on_event)
+        context.run(run_own, parts, tmp_path, on_event=on_event)
     assert handlers[0] is handlers[1]
     assert seen[-1] == RunAborted(folder=tmp_path, checkpoint=5)
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / LOCK_FILE).exists()
+    calls = []
+    in_c = ctypes.CFUNCTYPE(None, ctypes.c_int)(calls.append)
+    ctypes.CDLL(None).signal(signal.SIGTERM, in_c)
+    try:
+        with pytest.raises(KeyboardInterrupt), stop_requests(answered.clear):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handlers[0])
+    assert calls == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
