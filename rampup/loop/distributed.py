@@ -190,13 +190,17 @@ def _watched(timeout: float) -> Iterator[None]:
     def report(state: str) -> None:
         kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
 
-    def watch() -> None:
-        seen: dict[str, tuple[str, float]] = {}
-        answered, beat = time.monotonic(), 0
-        while not done.wait(min(timeout / 5, 1.0)):
-            now, beat = time.monotonic(), beat + 1
+    pause = min(timeout / 5, 1.0)
+    seen: dict[str, tuple[str, float]] = {}
+    answered = time.monotonic()
+
+    def beat() -> None:
+        # In a thread of its own: without a network, the store answers minutes later, or never.
+        nonlocal answered
+        for number in itertools.count():
+            now = time.monotonic()
             try:
-                report(str(beat))
+                report(str(number))
                 states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
             except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
                 states = {}
@@ -205,7 +209,19 @@ def _watched(timeout: float) -> Iterator[None]:
                 # The clocks of two machines differ, so only the time since a state last changed here counts.
                 if key not in seen or seen[key][0] != state:
                     seen[key] = state, now
-            problem = _problem(seen, now, answered, timeout)
+            if done.wait(pause):
+                return
+
+    def watch() -> None:
+        # When this process was last continued after a pause, such as SIGSTOP, in which it could hear nothing.
+        before = continued = time.monotonic()
+        while not done.wait(pause):
+            now = time.monotonic()
+            if now - before > timeout / 2:
+                continued = now
+            before = now
+            heard = {key: (state, max(since, continued)) for key, (state, since) in dict(seen).items()}
+            problem = _problem(heard, now, max(answered, continued), timeout)
             if problem and not done.is_set():
                 print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
                 if device_error.is_set():
@@ -215,7 +231,9 @@ def _watched(timeout: float) -> Iterator[None]:
                 # this process.
                 os._exit(1)
 
+    beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
     thread = threading.Thread(target=watch, name="rampup-watchdog", daemon=True)
+    beats.start()
     thread.start()
     try:
         yield
@@ -230,12 +248,13 @@ def _watched(timeout: float) -> Iterator[None]:
             device_error.set()
             thread.join(timeout + 2)
         done.set()
-        thread.join(2)  # A sign of life that is being written would come after the report.
+        beats.join(2)  # A sign of life that is being written would come after the report.
         with contextlib.suppress(Exception):
             report(f"{_FAILED}{type(error).__name__}: {error}")
         raise
     done.set()
     thread.join()
+    beats.join(2)
     with contextlib.suppress(Exception):
         report(_DONE)
 
