@@ -60,6 +60,11 @@ def gather_from_all(value: str) -> list[str]:
     return found
 
 
+def first_problem(problem: str) -> str:
+    """Return the first problem that a process has found, in every process; "" if none has. As `gather_from_all` otherwise."""
+    return next(filter(None, gather_from_all(problem)), "")
+
+
 def check_joined() -> None:
     """Refuse to run in a process that sees the devices of others without having joined them. This starts JAX's backend."""
     if jax.process_count() > 1 and not jax.distributed.is_initialized():

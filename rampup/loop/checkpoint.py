@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,11 +25,12 @@ from typing import Any, Literal
 import jax
 import orbax.checkpoint as ocp
 
-from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store
+from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
 from rampup.engine.state import replace_fields
 from rampup.engine.totals import differing_leaves
-from rampup.errors import ResumeMismatchError, StorageError
+from rampup.errors import RampupError, ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
+from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
 
 RECORD_VERSION, RECORD_FILE = 1, "record/metadata"
@@ -40,10 +40,10 @@ _WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
 # A part of the key of Orbax's barrier that a process reaches when it has written its files of a checkpoint.
 _ALL_WRITTEN = "async_write_complete"
 _THREADS = 8
-# The share of a large checkpoint takes minutes to read. If a process is gone meanwhile, the watchdog ends the others.
-_CHECK_SECONDS = 24 * 3600
 # Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
 METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
+# How long a checkpoint waits for the answer whether the run is still that of this process.
+_OWNER_SECONDS = 60.0
 # Leaves that an error message names if a checkpoint has another structure.
 MAX_DIFFERENCES = 5
 _question_numbers = itertools.count()
@@ -94,17 +94,9 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     number, count, problems = next(_question_numbers), jax.process_count(), dict[int, str]()
     steps = checkpoint_steps(folder) if is_primary() else ()
     for step in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
-        path, name = folder / str(step), f"damage{number}-{step}"
+        path = folder / str(step)
         checked = is_primary() or not is_bucket(folder)
-        problem = (damage(path, jax.process_index(), count) if checked else None) or ""
-        if count > 1:
-            # The first problem that a process has found is that of all.
-            kv_store().key_value_set(f"{FOLDER}/{name}/{jax.process_index()}", problem)
-            if is_primary():
-                keys = [f"{FOLDER}/{name}/{process}" for process in range(count)]
-                found = [kv_store().blocking_key_value_get(key, 1000 * _CHECK_SECONDS) for key in keys]
-                problem = next(filter(None, found), "")
-        problem = broadcast_from_process0(name, problem, timeout=_CHECK_SECONDS)
+        problem = first_problem((damage(path, jax.process_index(), count) if checked else None) or "")
         if not problem:
             content = (path / RECORD_FILE).read_text(encoding="utf-8") if is_primary() else ""
             content = broadcast_from_process0(f"checkpoint{number}", content)
@@ -203,7 +195,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self, folder: Path, options: CheckpointOptions | None = None, on_error: Callable[[StorageError], None] | None = None
     ) -> None:
         self.folder, self._options, self._on_error = folder, options or CheckpointOptions(), on_error
+        # The step that is being written, and the last one that was: another process may not see it in the folder yet.
         self._writing: int | None = None
+        self._saved: int | None = None
         self._manager: ocp.CheckpointManager | None = self._open()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -230,37 +224,59 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
         self.wait()
-        if step in checkpoint_steps(self.folder):
+        if step == self._saved:
             return False
         content = {"version": RECORD_VERSION, "step": step, **record}
         self._writing = step
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
 
         def write() -> None:
-            # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
-            if is_primary() and is_bucket(self.folder):
-                probe = self.folder / "probe"
-                probe.write_bytes(b"")
-                probe.unlink()
-            elif is_primary():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryDirectory(dir=self.folder).cleanup()
-                # Check the space first: Orbax's threads print pages about every file if there is none. Arrays count as if they
-                # could not be compressed, with the metadata of Orbax and of each array.
-                leaves, disk = jax.tree.leaves(state), shutil.disk_usage(self.folder)
-                most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
-                most += METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
-                if disk.total > 0 and disk.free < most:  # some network file systems have no numbers
-                    raise StorageError(
-                        f"No space left on device in {self.folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
-                        f"{disk.free / 2**20:,.1f} MiB are free"
-                    )
+            # Orbax waits for all processes, so that none may begin what another one cannot do.
+            if problem := first_problem(self._problem(state)):
+                raise StorageError(problem)
             self._manager = self._manager or self._open()
             self._manager.save(step, args=arguments, force=True)
 
         if not self._attempt(write):
             return False
+        self._saved = step
         return self._options.async_checkpointing or self.wait()
+
+    def _problem(self, state: Any) -> str:
+        """Return why this process cannot write a checkpoint, or "".
+
+        If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them. If there is no
+        room, they print pages about every file.
+        """
+        try:
+            if is_primary():
+                require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
+                probe = self.folder / "probe"
+                if is_bucket(self.folder):
+                    probe.write_bytes(b"")
+                    probe.unlink()
+                else:
+                    # Its parents are not made: if they are gone, the run has been moved. A killed run may have left the probe.
+                    self.folder.mkdir(exist_ok=True)
+                    probe.mkdir(exist_ok=True)
+                    probe.rmdir()
+            # The folder may be new, and a network file system may not show it to other processes yet.
+            if is_bucket(self.folder) or not self.folder.is_dir():
+                return ""
+            # Arrays count as if they could not be compressed, with the metadata of Orbax and of each array.
+            leaves, disk = jax.tree.leaves(state), shutil.disk_usage(self.folder)
+        except RampupError as error:
+            return str(error)
+        except OSError as error:
+            return f"{self.folder} cannot be written: {error.strerror or error}"
+        most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
+        most += METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
+        if disk.total == 0 or disk.free >= most:  # some network file systems have no numbers
+            return ""
+        return (
+            f"No space left on device in {self.folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
+            f"{disk.free / 2**20:,.1f} MiB are free"
+        )
 
     def wait(self) -> bool:
         """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
@@ -319,10 +335,11 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             action()
             return True
         except Exception as error:
-            step, self._writing = self._writing, None
-            # A manager whose write has failed raises that error again in every later call, so `save` opens a new one.
+            step, self._writing, self._saved = self._writing, None, None
+            # A manager whose write has failed raises that error again in every later call, so `save` opens a new one. Among
+            # several processes, to close it is to wait for the others, which wait for this write. The run ends without that.
             with contextlib.suppress(Exception):
-                if self._manager is not None:
+                if self._manager is not None and jax.process_count() == 1:
                     self._manager.close()
             for unfinished in self._unfinished(step) if is_primary() else ():
                 shutil.rmtree(unfinished, ignore_errors=True)

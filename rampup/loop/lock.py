@@ -3,7 +3,7 @@
 The owner holds an exclusive lock of the operating system on a file there, which says who it is. The system releases the lock
 when the process ends in any way, also on another host that shares the file system. A bucket, and a file system without locks,
 has a lease instead: the owner writes the file again every few seconds, with another number, and a lease is free when nobody
-has written it for `STALE_SECONDS`.
+has written it for `STALE_SECONDS`. An owner that was paused or cut off for longer may have lost it: `require_owner` asks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rampup.engine.processes import broadcast_from_process0, is_primary
+import jax
+
+from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import absolute_path, is_bucket
 
@@ -31,54 +33,113 @@ HEARTBEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
 # A lease cannot be created exclusively: two processes may write it at once. Each waits this long and reads it again; the last
 # writer owns it.
 SETTLE_SECONDS = 2.0
+# Returns who has a run instead of its owner, after so many seconds at most, or None.
+FindOwner = Callable[[float], dict[str, Any] | None]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
-# The folders that this process owns -> the thread that does.
-_held: dict[Path, int] = {}
+# How long a step waits for the answer whether a lease is still its own. A bucket that is away must not stop training.
+_STEP_SECONDS = 5.0
+# How long a network file system may show an old view of a folder: the usual limit of NFS for attributes of folders.
+_VISIBLE_SECONDS = 60.0
+_OWNER_SECONDS = 24 * 3600
+# The folders that this process owns -> the thread that does, and what returns who has it instead, after some seconds at most.
+_held: dict[Path, tuple[int, FindOwner]] = {}
+
+
+class _TakenError(Exception):
+    """Another process has the run; its argument is the content of the lock."""
 
 
 @contextlib.contextmanager
-def own_run(folder: Path, *, only_existing: bool = False) -> Iterator[None]:
+def own_run(folder: Path, *, only_existing: bool = False, shared: bool = False) -> Iterator[None]:
     """Own a run's folder within a context. Contexts of one thread may be nested. With several processes, process 0 owns it.
 
-    The folder is created if necessary; with `only_existing`, nothing is done if there is none.
+    The folder is created if necessary; with `only_existing`, nothing is done if there is none. With `shared`, all processes
+    must see it, for their checkpoints. A network file system may show it to them some time later.
+
+    Raises:
+        ConfigError: another process has the run, or one of several sees another folder.
+    """
+    with contextlib.ExitStack() as held:
+        problem = _own(folder, only_existing, held) if is_primary() else ""
+        # Nested contexts of all processes are alike, so all of them ask the same questions.
+        problem = broadcast_from_process0(f"owner{next(_questions)}", problem, timeout=_OWNER_SECONDS)
+        if problem:
+            raise ConfigError(problem, key="run_name")
+        if shared and not is_bucket(folder) and (problem := first_problem(_invisible(folder))):
+            raise ConfigError(problem, key="base_output_directory")
+        yield
+
+
+def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
+    """Refuse to go on in a folder that this process owned, and another one does now.
+
+    If the storage does not answer within `seconds`, nothing is refused: it would take no checkpoint either.
 
     Raises:
         ConfigError: another process has the run.
     """
-    key, path, problem = absolute_path(folder), folder / LOCK_FILE, ""
-    with contextlib.ExitStack() as held:
-        if is_primary():
-            thread = _held.get(key)
-            if thread not in (None, threading.get_ident()):
-                problem = f"another thread of this process trains in {folder}"
-            elif thread is None and (folder.is_dir() or not only_existing):
-                with contextlib.suppress(OSError):
-                    folder.mkdir(parents=True, exist_ok=True)
-                try:
-                    owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
-                    if owner is None:
-                        _held[key] = threading.get_ident()
-                        held.callback(_held.pop, key)
-                    else:
-                        problem = (
-                            f"another process trains in {folder}: {owner.get('host')}, process {owner.get('pid')}, "
-                            f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
-                            f"exist any more, delete {path}"
-                        )
-                except OSError as error:
-                    problem = f"cannot write in {folder}: {error.strerror or error}"
-                except RuntimeError as error:
-                    problem = f"cannot keep {path}: {error}; the limit of threads is reached (ulimit -u)"
-        # Nested contexts of all processes are alike, so all of them ask the same questions.
-        problem = broadcast_from_process0(f"owner{next(_questions)}", problem)
-        if problem:
-            raise ConfigError(problem, key="run_name")
-        yield
+    _, find_owner = _held.get(absolute_path(folder), (None, None))
+    owner = None
+    if find_owner is not None:
+        with contextlib.suppress(OSError):
+            owner = find_owner(seconds)
+    if owner is not None:
+        reason = f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was deleted"
+        raise ConfigError(f"another process took over {folder}: {_words(owner)}; {reason}, and ends", key="run_name")
 
 
-def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
-    """Lock the file until `held` is closed, or return the owner if another process has it."""
+def _invisible(folder: Path) -> str:
+    """Return that this process does not see the folder that process 0 owns, or "". All processes call this equally often."""
+
+    def owner() -> dict[str, Any] | None:
+        with contextlib.suppress(OSError):
+            found = _read(folder / LOCK_FILE)
+            return None if found is None else {name: value for name, value in found.items() if name != "beat"}
+        return None
+
+    is_owned = is_primary() and absolute_path(folder) in _held
+    expected = json.loads(broadcast_from_process0(f"shared{next(_questions)}", json.dumps(owner() if is_owned else None)))
+    end = time.monotonic() + _VISIBLE_SECONDS
+    while expected is not None and owner() != expected:
+        if time.monotonic() > end:
+            place = f"process {jax.process_index()} on {socket.gethostname()} does not see the folder {folder} of process 0"
+            return f"{place} on {expected.get('host')}: it must be on a file system that all hosts share, or in a bucket"
+        time.sleep(_VISIBLE_SECONDS / 100)
+    return ""
+
+
+def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
+    """Own a folder until `held` is closed; return why that is not possible, or ""."""
+    try:
+        key, path = absolute_path(folder), folder / LOCK_FILE
+        thread, _ = _held.get(key, (None, None))
+        if thread == threading.get_ident() or (only_existing and not folder.is_dir()):
+            return ""
+        if thread is not None:
+            return f"another thread of this process trains in {folder}"
+        folder.mkdir(parents=True, exist_ok=True)
+        find_owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
+    except _TakenError as error:
+        return (
+            f"another process trains in {folder}: {_words(error.args[0])}; stop it, or give this run another run_name. If it "
+            f"does not exist any more, delete {folder / LOCK_FILE}"
+        )
+    except OSError as error:
+        return f"cannot write in {folder}: {error.strerror or error}"
+    except RuntimeError as error:
+        return f"cannot keep {folder / LOCK_FILE}: {error}; the limit of threads is reached (ulimit -u)"
+    _held[key] = threading.get_ident(), find_owner
+    held.callback(_held.pop, key)
+    return ""
+
+
+def _words(owner: dict[str, Any]) -> str:
+    return f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
+
+
+def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
+    """Lock the file until `held` is closed, and return what finds a later owner."""
     while True:
         with contextlib.ExitStack() as opened:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -86,7 +147,7 @@ def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return _read(path) or {}
+                raise _TakenError(_read(path) or {}) from None
             except OSError as error:
                 if error.errno in _NO_LOCKS:
                     return _lease(path, held)
@@ -97,6 +158,10 @@ def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
                     if os.fstat(file).st_nlink:
                         path.unlink()
 
+            def find_owner(seconds: float, file: int = file) -> dict[str, Any] | None:
+                # Only after somebody has deleted the file can another process have locked one of this name.
+                return None if os.fstat(file).st_nlink else _read(path)
+
             # The owner before may have deleted the file after it was opened here. Then the lock is of no use.
             if os.fstat(file).st_nlink:
                 # Deleted before it is closed, so that nobody locks a file that is about to be deleted.
@@ -104,58 +169,105 @@ def _lock(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
                 os.ftruncate(file, 0)
                 os.write(file, json.dumps(_identity()).encode())
                 held.enter_context(opened.pop_all())
-                return None
+                return find_owner
 
 
-def _lease(path: Path, held: contextlib.ExitStack) -> dict[str, Any] | None:
-    """Hold a lease until `held` is closed, or return its owner. One that is there must stay as it is for `STALE_SECONDS`."""
-    own, beats, stopped = {**_identity(), "token": uuid.uuid4().hex}, itertools.count(), threading.Event()
+def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
+    """Hold a lease until `held` is closed, and return what finds a later owner.
 
-    def write() -> None:
-        path.write_text(json.dumps({**own, "beat": next(beats)}))
-
-    def is_own() -> bool:
-        return (_read(path) or {}).get("token") == own["token"]
-
-    def renew() -> None:
-        while not stopped.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                if is_own():
-                    write()
-
-    def release() -> None:
-        stopped.set()
-        # A sign of life that is being written would come back after it.
-        thread.join(timeout=STALE_SECONDS)
-        with contextlib.suppress(OSError):
-            if is_own():
-                path.unlink()
-
+    A lease that is there must stay as it is for `STALE_SECONDS`.
+    """
     owner, end = _read(path), time.monotonic() + STALE_SECONDS
     while owner is not None and time.monotonic() < end:
         time.sleep(HEARTBEAT_SECONDS / 5)
         now = _read(path)
         if now is not None and now != owner:
-            return owner
+            raise _TakenError(owner)
         owner = now
+    lease = _Lease(path)
     # The last writer wins, and all look who that was after a pause.
-    write()
+    lease.write()
     time.sleep(SETTLE_SECONDS)
-    if not is_own():
-        return _read(path) or {}
-    thread = threading.Thread(target=renew, name="rampup-run-lock", daemon=True)
-    thread.start()
-    held.callback(release)
-    return None
+    found = _read(path) or {}
+    if found.get("token") != lease.token:
+        raise _TakenError(found)
+    lease.thread.start()
+    held.callback(lease.release)
+    return lease.find_owner
+
+
+class _Lease:
+    """A lease that a thread renews until it is released, or until another process has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.token = uuid.uuid4().hex
+        self.thread = threading.Thread(target=self._renew_again, name="rampup-run-lock", daemon=True)
+        self._path = path
+        self._content = {**_identity(), "token": self.token}
+        self._beats = itertools.count()
+        self._released, self._asked = threading.Event(), threading.Event()
+        # When the last successful renewal began, when training went on without one, and who has the lease instead.
+        self._renewed = threading.Condition()
+        self._renewal = self._excused = time.monotonic()
+        self._owner: dict[str, Any] | None = None
+
+    def write(self) -> None:
+        """Write the lease, with another number."""
+        self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
+
+    def find_owner(self, seconds: float) -> dict[str, Any] | None:
+        """Return who has the lease instead. One that may have run out is renewed first, which takes `seconds` at most."""
+
+        def is_known() -> bool:
+            return self._owner is not None or time.monotonic() - self._renewal < STALE_SECONDS
+
+        is_excused = seconds <= _STEP_SECONDS and time.monotonic() - self._excused < STALE_SECONDS
+        if not is_known() and not is_excused:
+            self._asked.set()
+            with self._renewed:
+                self._renewed.wait_for(is_known, seconds)
+            self._excused = time.monotonic()
+        return self._owner
+
+    def release(self) -> None:
+        """Stop renewing, and delete the lease."""
+        self._released.set()
+        self._asked.set()
+        # A sign of life that is being written would come back after it.
+        self.thread.join(timeout=STALE_SECONDS)
+        with contextlib.suppress(OSError):
+            if (_read(self._path) or {}).get("token") == self.token:
+                self._path.unlink()
+
+    def _renew_again(self) -> None:
+        while self._owner is None:
+            self._asked.wait(HEARTBEAT_SECONDS)
+            self._asked.clear()
+            if self._released.is_set():
+                return
+            began = time.monotonic()
+            with contextlib.suppress(OSError):
+                found = _read(self._path)
+                if found is None or found.get("token") == self.token:
+                    self.write()
+                    self._renewal = began
+                elif found:
+                    self._owner = found
+            with self._renewed:
+                self._renewed.notify_all()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a lock's content; {} if it cannot be understood, None if there is no file."""
+    """Return a lock's content; {} if it cannot be understood, None if there is no file.
+
+    Raises:
+        OSError: the storage does not answer, which says nothing about the owner.
+    """
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 

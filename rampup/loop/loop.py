@@ -34,7 +34,7 @@ from rampup.loop import events
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
 from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
 from rampup.loop.distributed import StopConsensus, describe_change
-from rampup.loop.lock import own_run
+from rampup.loop.lock import own_run, require_owner
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
@@ -165,8 +165,11 @@ class Loop:
             ConfigError: another process trains in the folder.
             RampupError: see `restore` and `train`.
         """
-        with own_run(self.folder):
+        with self._owned():
             return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
+
+    def _owned(self) -> contextlib.AbstractContextManager[None]:
+        return own_run(self.folder, shared=bool(self.checkpoints.checkpoint_period))
 
     def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: LoopRamp | None = None) -> tuple[Any, int]:
         """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
@@ -246,7 +249,7 @@ class Loop:
         """
         began = time.perf_counter()
         with (
-            own_run(self.folder),
+            self._owned(),
             self._report_abort(),
             Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
             stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
@@ -317,6 +320,7 @@ class Loop:
                     if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
                         self.on_event(events.RunStopping(step=done))
                         break
+                    require_owner(self.folder)
                     # The step returns before the devices are done, so only a compilation takes long here.
                     waited = self.step.waited_seconds
                     state, values = self.step(state, batch)
@@ -366,6 +370,7 @@ class Loop:
 
     def _flush(self, metrics: Metrics) -> bool:
         """Write all metrics, and return whether the disk took them."""
+        require_owner(self.folder)
         try:
             metrics.flush()
         except StorageError as error:

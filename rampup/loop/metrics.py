@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from rampup.engine.processes import is_primary
 from rampup.errors import NonFiniteError
 from rampup.loop.components import Component
 from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped, StorageFailed
+from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_gaps, read_lines_backwards
 from rampup.loop.writers import MetricWriter, write_numbers
 from rampup.plan.numbers import finite_or_none
@@ -65,11 +67,14 @@ class Metrics:
         before = itertools.dropwhile(lambda line: line["step"] >= start, read_lines_backwards(folder / METRICS_FILE))
         self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
-        self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_primary(), on_event=on_event)
+        # A minute: a lease of which nothing was heard for a while is renewed first.
+        owned = functools.partial(require_owner, folder, seconds=60)
+        log: dict[str, Any] = {"writes": is_primary(), "on_event": on_event, "before_upload": owned}
+        self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
             on_event(StorageFailed(problem=problem))
         # An evaluation before step 0 has the number -1.
-        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start or -1, writes=is_primary(), on_event=on_event)
+        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start or -1, **log)
         self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
         self._tokens, self._seconds, self._first = 0, 0.0, start

@@ -18,7 +18,7 @@ import reprlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,23 @@ class StepLog:
             the rest of the file.
         writes: False in a process that leaves the file to another one.
         on_event: called with `StorageFailed` if lines are damaged.
+        before_upload: called before an object in a bucket is replaced; raises ConfigError if another process has the run.
 
     Raises:
         StorageError: the file cannot be read or created.
     """
 
-    def __init__(self, path: Path, *, keep_below: int, writes: bool = True, on_event: OnEvent = ignore_event) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        keep_below: int,
+        writes: bool = True,
+        on_event: OnEvent = ignore_event,
+        before_upload: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
+        self._before_upload = before_upload
         self._writes = writes
         self._unwritten = b""
         # Locally the open file. In a bucket None, and then the last part, its content there, and the time of its upload.
@@ -161,6 +171,7 @@ class StepLog:
         new = self._unwritten  # lines that are written meanwhile go behind it
         if not new:
             return
+        self._before_upload()
         if len(self._content) >= TAIL_BYTES:
             number = _part_number(self._part) + 1
             self._part = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}")
@@ -182,7 +193,7 @@ class StepLog:
                 time.sleep(RETRY_SECONDS)
 
     def _upload_quietly(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ConfigError):
             self._store()
 
 
@@ -344,9 +355,15 @@ def write_whole(file: Path, content: bytes) -> None:
     try:
         # In a bucket, an object is there as a whole or not at all.
         temporary = file if is_bucket(file) else file.with_name(f"{file.name}.tmp")
-        temporary.write_bytes(content)
-        if temporary != file:
-            os.replace(temporary, file)
+        if temporary == file:
+            file.write_bytes(content)
+            return
+        with open(temporary, "wb") as opened:
+            opened.write(content)
+            # After a power cut, too: on disk before it takes the place of the old one.
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(temporary, file)
     except OSError as error:
         raise StorageError(f"{file} cannot be written: {error.strerror or error}") from error
 

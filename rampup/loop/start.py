@@ -42,7 +42,8 @@ def run_in_folder(
     enable_compilation_cache(config.jax_cache_dir)
     folder = as_path(config.base_output_directory) / config.run_name if config.run_name else None
     # Owned before its checkpoint is read: a process that is still training would write newer ones.
-    owned = contextlib.nullcontext() if folder is None else own_run(folder, only_existing=True)
+    is_shared = config.enable_checkpointing
+    owned = contextlib.nullcontext() if folder is None else own_run(folder, only_existing=True, shared=is_shared)
     with watchdog(heartbeat_timeout), owned:
         run = make(None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER))
         name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
