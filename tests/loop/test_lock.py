@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from rampup.errors import ConfigError
 from rampup.loop import lock as run_lock
-from rampup.loop.lock import LOCK_FILE, own_run
+from rampup.loop.checkpoint import Checkpoints
+from rampup.loop.lock import LOCK_FILE, own_run, require_owner
 
 OWNER = """
 import sys, time
@@ -110,6 +114,35 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=words), own_run(tmp_path):
             pass
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_an_owner_ends_when_another_process_has_taken_over(tmp_path, monkeypatch, locks):
+    """Whether the file was deleted, or the lease ran out during a pause: no step and no checkpoint follows, and a lock is lost."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "no locks here")))
+    monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 60.0)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
+    lock, failures = tmp_path / LOCK_FILE, []
+    with own_run(tmp_path), Checkpoints(tmp_path / "checkpoints", on_error=failures.append) as checkpoints:
+        require_owner(tmp_path)
+        time.sleep(0.6)
+        require_owner(tmp_path)  # renews a lease that ran out and that nobody has taken
+        lock.unlink()
+        lock.write_text(json.dumps({"host": "far", "pid": 7, "since": "noon", "token": "t"}))
+        time.sleep(0.6)
+        with pytest.raises(
+            ConfigError, match=f"another process took over {tmp_path}: far, process 7, since noon; this one was"
+        ):
+            require_owner(tmp_path)
+        assert not checkpoints.save(1, _State(jnp.zeros(2)), {})
+        assert "the checkpoint of step 1 could not be written: another process took over" in str(failures[0])
+    assert json.loads(lock.read_text())["host"] == "far"
+
+
+class _State(NamedTuple):
+    w: jax.Array
 
 
 def test_another_thread_is_refused(tmp_path):
