@@ -118,7 +118,7 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_an_owner_ends_when_another_process_has_taken_over(tmp_path, monkeypatch, locks):
-    """Whether the file was deleted, or the lease ran out during a pause: no step and no checkpoint follows, and a lock is lost."""
+    """Whether its file was deleted or its lease ran out during a pause, no step and no checkpoint follows."""
     if not locks:
         monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "no locks here")))
     monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)

@@ -1,0 +1,115 @@
+"""Two hosts: network namespaces with addresses of their own, a link that can be taken down, and a shared folder."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.runs import metrics_of
+from helpers.tiny import TINY_MODEL, command_line
+
+HOSTS = {"rampup-a": "10.77.0.1", "rampup-b": "10.77.0.2"}
+SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
+SETTINGS |= {"run_name": "run", "checkpoint_period": 20, "steps": 100_000, "learning_rate_schedule_steps": 100_000}
+SETTINGS |= {"num_processes": 2, "coordinator_address": "10.77.0.1:1234", "jax_distributed_heartbeat_timeout_seconds": 10}
+
+
+def ip(words, check=True):
+    """Run `ip`."""
+    return subprocess.run(["ip", *words.split()], check=check, capture_output=True)
+
+
+@pytest.fixture
+def hosts():
+    """Make two hosts, each of which knows this machine's name by an address of its own."""
+    one, other = HOSTS
+    try:
+        ip(f"netns add {one}")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces are not allowed here, or iproute2 is missing")
+    with contextlib.ExitStack() as made:
+        made.callback(ip, f"netns del {one}", check=False)
+        ip(f"netns add {other}")
+        made.callback(ip, f"netns del {other}", check=False)
+        ip(f"link add veth0 netns {one} type veth peer name veth0 netns {other}")
+        for name, address in HOSTS.items():
+            ip(f"-n {name} address add {address}/24 dev veth0")
+            ip(f"-n {name} link set lo up")
+            ip(f"-n {name} link set veth0 up")
+            known = Path("/etc/netns") / name / "hosts"
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            made.callback(known.parent.rmdir)
+            made.callback(known.unlink)
+        yield
+
+
+def start(folder, **settings):
+    """Start a process on each host; return them, whose output goes to files."""
+    started = []
+    for number, name in enumerate(HOSTS):
+        words = command_line(SETTINGS | {"base_output_directory": folder, "process_id": number} | settings)
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "rampup", "train", "base.yml", *words]
+        with open(folder / f"{number}.log", "w") as log:
+            started.append(subprocess.Popen([*command, "--fake-devices=1"], stdout=log, stderr=log))
+    return started
+
+
+def wait_for_steps(folder, count, started):
+    """Wait until so many lines of metrics are there."""
+    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (file.exists() and file.read_text().count("\n") >= count):
+        assert all(process.poll() is None for process in started), outputs(folder)
+        assert time.monotonic() < deadline, outputs(folder)
+        time.sleep(0.1)
+    return count
+
+
+def outputs(folder):
+    """Return what the processes printed."""
+    return [(folder / f"{number}.log").read_text()[-3000:] for number in range(2)]
+
+
+def num_steps(folder):
+    """Return the number of lines of metrics."""
+    return (folder / "run" / "metrics.jsonl").read_text().count("\n")
+
+
+@pytest.mark.faults
+def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp_path):
+    """Down or stopped for less than the heartbeat's timeout, nothing is lost; for longer, both say so, and the run resumes."""
+    one, _ = HOSTS
+    started = start(tmp_path)
+    try:
+        wait_for_steps(tmp_path, 30, started)
+        ip(f"-n {one} link set veth0 down")
+        time.sleep(4)
+        ip(f"-n {one} link set veth0 up")
+        wait_for_steps(tmp_path, num_steps(tmp_path) + 20, started)
+        os.kill(started[1].pid, signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(started[1].pid, signal.SIGCONT)
+        wait_for_steps(tmp_path, num_steps(tmp_path) + 20, started)
+        ip(f"-n {one} link set veth0 down")
+        codes = [process.wait(60) for process in started]
+        printed = outputs(tmp_path)
+        assert codes == [1, 1], printed
+        assert "process 1 has been silent for 10 s; process 0 ends too. Start the job again to resume." in printed[0]
+        assert "process 0 has not answered for 10 s; process 1 ends too. Start the job again to resume." in printed[1]
+        assert not any("stack trace" in output or "Traceback" in output for output in printed)
+    finally:
+        for process in started:
+            process.kill()
+    ip(f"-n {one} link set veth0 up")
+    steps = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()) + 5
+    before = {line["step"]: line["loss"] for line in metrics_of(tmp_path / "run")}
+    assert [process.wait(200) for process in start(tmp_path, steps=steps)] == [0, 0], outputs(tmp_path)
+    lines = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(line["loss"] == before.get(line["step"], line["loss"]) for line in lines), json.dumps(before)
