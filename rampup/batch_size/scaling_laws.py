@@ -150,6 +150,25 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     return {"train_tokens": d, "params": n, "laws": rows, **ranges, "notes": notes}
 
 
+def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
+    """Return a sentence about a batch above all laws that need the tokens of the run only; nothing if one has it or more.
+
+    Example:
+        >>> batch_notes(10**9, 2 * 10**6)[0][:71]
+        'a batch of 2,000,000 tokens is above all published laws for a run of 1,'
+        >>> batch_notes(10**9, 10**6)
+        ()
+    """
+    sizes = {law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params}
+    largest = max(sizes)
+    if batch_tokens <= largest:
+        return ()
+    above = f"a batch of {batch_tokens:,} tokens is above all published laws for a run of {train_tokens:,} tokens"
+    return (
+        f"{above}; the largest is {round(largest):,} ({sizes[largest].name}, {sizes[largest].source}): see `rampup suggest`",
+    )
+
+
 def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None) -> dict[str, Any]:
     """Return a law's row for D tokens and N parameters."""
     size = max(round(law.batch_tokens(d, n or 0)), 1)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from rampup.batch_size.scaling_laws import batch_notes
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.resume import list_devices, possible_devices
@@ -16,7 +17,15 @@ from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
-from rampup.show.console import MAX_PHASES, print_budget, print_comparison, print_hyperparameters, print_plan, print_rollout
+from rampup.show.console import (
+    MAX_PHASES,
+    print_budget,
+    print_comparison,
+    print_hyperparameters,
+    print_notes,
+    print_plan,
+    print_rollout,
+)
 
 if TYPE_CHECKING:
     from rampup.dialects.export import Exported
@@ -98,7 +107,13 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None
-    facts = plan.to_dict() | ({} if topology is None else {"topology": topology_facts(topology)})
+    length = config.max_target_length
+    notes = batch_notes(plan.consumed_samples * length, max(plan.ramp.sizes) * length)
+    facts = (
+        plan.to_dict()
+        | ({"notes": list(notes)} if notes else {})
+        | ({} if topology is None else {"topology": topology_facts(topology)})
+    )
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters
 
@@ -109,6 +124,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
     def show(console: Console) -> None:
         print_plan(plan, console, max_phases=max_phases)
+        print_notes(notes, console)
         if rows is not None:
             print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 SECONDS_PER_HOUR = 3600
 # `str(plan)` leaves out the middle of longer tables.
 MAX_PRINTED_PHASES = 40
+# The factor on a tuned learning rate above which the plan warns.
+MOST_RATE_SCALE = 2.0
 # Column titles of the printed table, by the keys of `RampPlan.phase_rows`.
 PHASE_TITLES = {
     "start_step": "from step",
@@ -112,8 +114,14 @@ def loading(plan: RampPlan) -> str | None:
 
 
 def advice(plan: RampPlan) -> tuple[str, ...]:
-    """Return sentences about legal settings that cost time, and about phases that the run does not reach."""
+    """Return sentences about legal settings that cost time or loss, and about phases that the run does not reach."""
     notes = []
+    most = max(plan.clock, key=lambda segment: segment.scale)
+    if most.scale > MOST_RATE_SCALE and plan.seesaw is None:
+        rate = f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the learning rate that was tuned"
+        notes.append(
+            f"{rate}; beyond {MOST_RATE_SCALE:g} times, runs that follow such a rule became unstable (marin issue 6044)"
+        )
     final = plan.splits[-1]
     size = plan.ramp.sizes[-1]
     largest = plan.splitter.largest_microbatch(size)
@@ -130,6 +138,9 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
         cost = f"if a pipeline tick has a fixed cost of {float(plan.assumed_tick_overhead):g} samples"
         notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
+    if final.num_microbatches > 1 and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1:
+        fewer = "a smaller batch with its own adam_b2 learns more per sample (Marek et al. 2025, arXiv 2507.07101)"
+        notes.append(f"one replica accumulates {final.num_microbatches} microbatches, which saves no communication; {fewer}")
     if plan.splitter.whole_batch:
         sizes = {split.microbatch_size for split in plan.splits}
         programs = f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits for each"

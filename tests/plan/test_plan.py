@@ -203,3 +203,16 @@ def test_budget_time_uses_the_throughput_of_each_size(schedule, rates, seconds):
     spent = budget(schedule, tokens_per_second=rates)
     assert spent["hours"] * 3600 == pytest.approx(seconds)
     assert spent["tokens_per_second"] == pytest.approx(spent["consumed_tokens"] / seconds)
+
+
+def test_the_plan_warns_of_choices_that_cost_loss():
+    """A rate above twice the tuned one, and accumulation on a single replica; neither below the limit or with two replicas."""
+
+    def notes(devices, **keys):
+        schedule = {"batch_size_schedule": "0:8 80:64", "batch_scaling": "sqrt", "microbatch_size": 4, "steps": 90}
+        return " ".join(describe.advice(build_plan(Config(**schedule | keys), devices)))
+
+    assert "a batch of 64 has 2.83 times the learning rate that was tuned" in notes(1, batch_scaling_reference=8)
+    assert "times the learning rate" not in notes(1, batch_scaling_reference=16)
+    assert "one replica accumulates 16 microbatches" in notes(1)
+    assert "one replica" not in notes(2) + notes(1, batch_size_schedule="0:4", per_device_batch_size=4)
