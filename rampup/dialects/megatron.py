@@ -190,7 +190,8 @@ def _normalize(name: str, located: Located) -> tuple[str, Located]:
 # Options of forks that may be sizes, as `-pp` and `--allow-padding-num-layers`; in YAML, meshes of several kinds of devices.
 _OPTION = re.compile(r"--\S|-[tpdcev]{1,2}p$")
 _SIZES = re.compile(
-    r"[tpdcev]{1,2}p|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
+    r"[tpdcev]{1,2}p"
+    r"|\w*(?:batch_size|parallel_size|num_layers|hetero|num_stages|num_microbatch|accumulation_steps|interleav)\w*"
 )
 _LAYOUTS = re.compile(r"enable_hetero\w*|hetero_\w*mesh\w*")
 _TRAINS = re.compile(r"(?i)pretrain|finetune|train|sft|^run|gpt|llama|bert|t5|megatron")
@@ -335,6 +336,14 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
 MAX_LAYOUT, MAX_LISTED, MANY_SIZES = 10_000, 12, 2_000
 
 
+def _layout_stages(layout: str) -> int:
+    """Return the stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters."""
+    text = layout.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), text[:MAX_LAYOUT])
+    return text.count("|") + 1
+
+
 class MegatronJob(PretrainingJob):
     """The numbers of Megatron's arguments.
 
@@ -354,6 +363,16 @@ class MegatronJob(PretrainingJob):
         if self[VERSION] == "head":
             ramps = "; without megatron_version=head, with linear ramps, as until April 2026"
         self.version = f"Megatron-LM of August 2026 (d98e8a6){ramps}"
+        self._count_devices()
+        self._count_samples()
+        self._count_chunks()
+        self._choose_ramp()
+        self._read_triple()
+        self._read_schedule()
+        self._follow_ramp()
+
+    def _count_devices(self) -> None:
+        """Count devices and replicas: at least one, also if a rule about the world size is broken."""
         self.model_parallel = math.prod(self[axis] for axis in MODEL_AXES)  # devices of a replica
         self.world: int | None = self["world_size"]
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
@@ -363,7 +382,6 @@ class MegatronJob(PretrainingJob):
         if self.world is None and replicas is None:
             said = "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)"
             raise ConfigError(said, key="world_size")
-        # At least one replica, also if a rule about the world size is broken.
         self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
         self.num_devices = self.replicas * self.model_parallel
         if replicas is not None and self.world is not None and self.world != self.num_devices:
@@ -371,25 +389,25 @@ class MegatronJob(PretrainingJob):
             said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {arithmetic}"
             raise ConfigError(said, key="data_parallel_size", nearest=(self.world // self.model_parallel,))
 
+    def _count_samples(self) -> None:
+        """Count the samples of passes and batches."""
         self.micro: int = self[MICRO] or 0
         self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
-        self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]  # the requested batch after the ramp
         self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
+        self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]  # the requested batch after the ramp
+        self.rounding = self.unit if self[DECREASE] else 1  # divisor to which batches are rounded down
 
-        # Layer chunks per stage (more than 1 = the interleaved schedule), and microbatches that pass one chunk in a row.
+    def _count_chunks(self) -> None:
+        """Count stages, their layers and layer chunks, and microbatches that pass one chunk in a row."""
         self.stages: int = self[STAGES]
-        hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
+        hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in self.settings.others)
         self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
         # The layers of a stage, if they are given and split evenly, and the key that divides them into chunks.
         even = not self.uneven and self.num_layers is not None and self.num_layers % self.stages == 0
         self.stage_layers = (self.num_layers or 0) // self.stages if even else None
         self.chunk_key = next((key for key in (VIRTUAL, PER_CHUNK) if self[key] is not None), "")
-        # The stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters.
-        layout = (self[LAYOUT] or "").replace(",", "").replace(" ", "")
-        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-            layout = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), layout[:MAX_LAYOUT])
-        self.layout_stages = layout.count("|") + 1 if self[LAYOUT] else 0
+        self.layout_stages = _layout_stages(self[LAYOUT]) if self[LAYOUT] else 0
         self.chunks = 1
         if self.layout_stages:
             self.chunks = max(self.layout_stages // self.stages, 1)
@@ -398,18 +416,21 @@ class MegatronJob(PretrainingJob):
         elif self[PER_CHUNK] is not None and self.num_layers is not None:
             extras = sum(self[key] for key in EXTRAS)  # the embedding and the loss take the slot of a layer
             self.chunks = max((self.num_layers + extras) // (self.stages * self[PER_CHUNK]), 1)
-        self.group: int = self.stages if self[GROUP] is None else self[GROUP]
         self.interleaved = self.chunks > 1 and self.stages > 1
+        self.group: int = self.stages if self[GROUP] is None else self[GROUP]
 
-        # The ramp: a schedule in steps wins over a linear one, which has no effect since April 2026.
+    def _choose_ramp(self) -> None:
+        """Choose the ramp: a schedule in steps wins over a linear one, which has no effect since April 2026."""
         self.has_schedule = self[SCHEDULE] is not None
         self.has_linear = self[RAMP] is not None and not self.has_schedule and self[VERSION] == "legacy"
         self.has_ramp = self.has_schedule or self.has_linear
         self.reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
         if not self.has_ramp:
             self.reasons[RAMP] = "ignored by Megatron-LM since April 2026"
-        # Start, increment and samples of a linear ramp: fewer or more numbers if it is malformed, and 0 without one.
-        self.triple: tuple[int, ...] | None = None
+
+    def _read_triple(self) -> None:
+        """Read start, increment and samples of a linear ramp: 0 without one."""
+        self.triple: tuple[int, ...] | None = None  # fewer or more numbers if it is malformed
         if self.has_linear:
             words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", self[RAMP]).strip())
             whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
@@ -418,12 +439,15 @@ class MegatronJob(PretrainingJob):
         # Whether rules about the relation of the three can use them.
         self.ordered = self.start > 0 and self.increment > 0 and self.ramp_samples >= 0
         self.linear: LinearRamp | None = None  # the linear ramp, if its numbers make one
-        unit = self.unit if self[DECREASE] else 1
-        grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= unit >= 1
+        grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= self.rounding >= 1
         if grows and (self.final - self.start) % self.increment == 0:
-            ramp = LinearRamp(start=self.start, increment=self.increment, end=self.final, samples=self.ramp_samples, unit=unit)
+            ramp = LinearRamp(
+                start=self.start, increment=self.increment, end=self.final, samples=self.ramp_samples, unit=self.rounding
+            )
             self.linear = ramp if ramp.num_increments < MAX_PHASES else None
-        # The entries of the schedule as written; spaces and commas separate them.
+
+    def _read_schedule(self) -> None:
+        """Read the entries of a schedule in steps, which spaces and commas separate."""
         self.written_entries: list[str] = self[SCHEDULE].replace(",", " ").split() if self.has_schedule else []
         parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
@@ -434,13 +458,16 @@ class MegatronJob(PretrainingJob):
         self.shrinking = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.size < a.size]
         starts = bool(self.thresholds) and self.thresholds[0].samples == 0 and all(entry.size > 0 for entry in self.thresholds)
         self.schedule_valid = starts and not self.unreadable and not self.not_rising
-        self.ramp: BatchRamp | None = None  # none if there is none to follow
+
+    def _follow_ramp(self) -> None:
+        """Follow the ramp, or the one batch without it, and split each size; there may be none to follow."""
+        self.ramp: BatchRamp | None = None
         if self.has_schedule and self.schedule_valid:
             self.ramp = BatchRamp.piecewise([(entry.samples, entry.size) for entry in self.thresholds])
         elif self.linear is not None:
             self.ramp = self.linear.exact()
-        elif not self.has_ramp and self.final >= max(unit, 1):
-            self.ramp = BatchRamp.constant(self.final // max(unit, 1) * max(unit, 1))
+        elif not self.has_ramp and self.final >= (rounding := max(self.rounding, 1)):
+            self.ramp = BatchRamp.constant(self.final // rounding * rounding)
         self.sizes = () if self.ramp is None else tuple(dict.fromkeys(self.ramp.sizes))
         self.splits = self.unit >= 1 and not any(size % self.unit for size in self.sizes)
         self.num_microbatches = [size // self.unit for size in self.ramp.sizes] if self.ramp and self.splits else None
