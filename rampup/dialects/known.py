@@ -19,8 +19,9 @@ Life = tuple[int, int]  # the first and the last version that has a key
 _MAX_DEPTH = 3
 # Names that multiply the samples of a step in many forks.
 _MULTIPLIES = re.compile(
-    r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)\w*"
-    r"|\w*(?:rollout|sample|response|generation)s?_n|group_size|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size"
+    r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)"
+    r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*"
+    r"|batch_size"
 )
 
 

@@ -20,7 +20,7 @@ from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys
-from rampup.dialects.manifest import find_containers
+from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together

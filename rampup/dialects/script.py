@@ -46,10 +46,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
+from rampup.dialects.launchers import count_tasks, read_header, read_options
 from rampup.dialects.shell_expressions import VARIABLE, Test, apply_sign, compile_expression, to_number
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
 from rampup.dialects.shell_tools import Option, next_option, print_output, split_fields
-from rampup.dialects.slurm import count_tasks, read_header, read_options
 from rampup.dialects.unknown import (
     ARGUMENT,
     BREAK,
