@@ -43,7 +43,7 @@ def check_file(path: str | Path, system: str | None = None, overrides: Sequence[
     Raises:
         ConfigError: no such system, or a file that cannot be read as one of it; names the system that it looks like.
     """
-    return _check_source(path, find_system(path, overrides) if system is None else system, overrides)
+    return _check_source(path, system, overrides)
 
 
 def check_command(words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()) -> Verdict:
@@ -61,8 +61,7 @@ def check_command(words: Sequence[str], system: str | None = None, overrides: Se
         >>> check_command(command.split(), "verl").derived["samples_per_step"]
         256
     """
-    source = tuple(words)
-    return _check_source(source, find_system(source, overrides) if system is None else system, overrides)
+    return _check_source(tuple(words), system, overrides)
 
 
 def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
@@ -74,9 +73,8 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
     refuse_foreign(source)
     found = _recognize(source, overrides)
     if not found:
-        path = None if isinstance(source, tuple) else str(source)
         said = f"this looks like a file of no system that rampup can read ({READABLE}); if it is one, say which with --from"
-        raise ConfigError(said, key="from", nearest=SYSTEMS, path=path)
+        raise ConfigError(said, key="from", nearest=SYSTEMS, path=_path(source))
     return found[0][0]
 
 
@@ -88,9 +86,13 @@ def refuse_foreign(source: Source) -> None:
     """
     text = " ".join(source) if isinstance(source, tuple) else read_text(source)
     if name := foreign_system(text):
-        path = None if isinstance(source, tuple) else str(source)
         said = f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
-        raise ConfigError(said, key="from", path=path)
+        raise ConfigError(said, key="from", path=_path(source))
+
+
+def _path(source: Source) -> str | None:
+    """Return the file of a source, for errors; None for a command."""
+    return None if isinstance(source, tuple) else str(source)
 
 
 def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -141,7 +143,9 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
         raise ConfigError("the output file must not be the source file", key="output", path=str(path))
 
 
-def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
+def _check_source(source: Source, system: str | None, overrides: Sequence[str]) -> Verdict:
+    if system is None:
+        system = find_system(source, overrides)
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
     refuse_foreign(source)
@@ -155,8 +159,7 @@ def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verd
         if name == system or len(keys) < MIN_MATCHES:
             raise
         said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}"
-        path = None if isinstance(source, tuple) else str(source)
-        raise ConfigError(said, key="from", nearest=(name,), path=path) from error
+        raise ConfigError(said, key="from", nearest=(name,), path=_path(source)) from error
 
     job = dialect.job(settings)
     violations = find_violations(dialect, job)

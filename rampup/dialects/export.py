@@ -212,7 +212,9 @@ def _export_maxtext_rl(rollout: _Rollout) -> Exported:
 
 
 def _export_verl(rollout: _Rollout) -> Exported:
-    plan, config, actor = rollout.plan, rollout.config, "actor_rollout_ref.actor"
+    plan = rollout.plan
+    config = rollout.config
+    actor = "actor_rollout_ref.actor"
     rollout.require_replicas()
 
     def passes(role: str, updates: Updates) -> dict[str, Any]:

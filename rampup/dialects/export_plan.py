@@ -121,7 +121,9 @@ class _Run(Target):
 
 def _export_maxtext(run: _Run) -> Exported:
     """Return MaxText's keys. Its ramp knows no accumulation, so that every batch of a ramp is one pass."""
-    plan, config, devices = run.plan, run.config, run.plan.num_devices
+    plan = run.plan
+    config = run.config
+    devices = run.plan.num_devices
     *ramp, last = plan.ramp.phases
     passes = plan.splits[-1].accumulation_steps
     values: dict[str, Any] = {
@@ -191,7 +193,9 @@ def _export_maxtext(run: _Run) -> Exported:
 def _export_megatron(run: _Run) -> Exported:
     """Return Megatron's arguments, with a step schedule in tokens, as its trainer passes the sequence length."""
     plan, config = run.plan, run.config
-    micro, length, splitter = run.microbatch(), config.max_target_length, run.plan.splitter
+    micro = run.microbatch()
+    length = config.max_target_length
+    splitter = run.plan.splitter
     run.require_axes("tensor", "context", "pipeline")
     for before, phase in itertools.pairwise(plan.ramp.phases):
         size, after = before.global_batch_size, phase.global_batch_size
@@ -227,7 +231,9 @@ def _export_megatron(run: _Run) -> Exported:
 
 def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
     """Return the linear ramp with the same phases, or None. Its size k begins at the first step at or past k shares."""
-    start, growth, count = ramp.sizes[0], ramp.sizes[1] - ramp.sizes[0], len(ramp.phases) - 1
+    start = ramp.sizes[0]
+    growth = ramp.sizes[1] - ramp.sizes[0]
+    count = len(ramp.phases) - 1
     least, most = 0, ramp.ramp_samples
     for before, phase in itertools.pairwise(ramp.phases):
         k = phase.index

@@ -40,6 +40,11 @@ class KnownKeys:
                 return self.lives[name]
         return (1, max(last for _, last in self.lives.values())) if key in self.parents else None
 
+    def has(self, key: str, version: int) -> bool:
+        """Return whether a version has a key."""
+        life = self.life(key)
+        return life is not None and life[0] <= version <= life[1]
+
     def name(self, key: str) -> str:
         """Return the name of a key in the table, where sections further down are one."""
         parts = key.split(".")
@@ -70,6 +75,11 @@ def load_known_keys(system: str) -> KnownKeys:
             first, _, last = life.partition("-")
             lives |= {name if section == "." else f"{section}.{name}": (int(first), int(last)) for name in names}
     return KnownKeys(lives, frozenset(section for key in lives for section in _sections(key)))
+
+
+def with_lines(keys: Mapping[str, Located]) -> list[str]:
+    """Return keys for a message, each with its line if that is known."""
+    return [f"{name} (line {place.line})" if place.line else name for name, place in keys.items()]
 
 
 def find_open_forks(

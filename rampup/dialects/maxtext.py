@@ -366,7 +366,9 @@ class MaxTextJob(PretrainingJob):
         ends = start >= max(end, 1) if min(start, increment) < 1 else (end - start) // increment < MAX_PHASES
         if not self.builds_ramp or not ends:
             return []
-        rows, step, consumed = [], 0, 0
+        rows = []
+        step = 0
+        consumed = 0
         for num_steps, size in restarted_segments(range(start, end, max(increment, 1)), self[SAMPLES], self.num_increments):
             rows.append((step, size, consumed))
             step, consumed = step + num_steps, consumed + num_steps * size

@@ -240,7 +240,9 @@ def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
     """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
     given: dict[str, int] = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
-    size, devices, is_free = math.prod(given.values()), job.sampler_devices or 0, AUTO in job.rollout_axes
+    size = math.prod(given.values())
+    devices = job.sampler_devices or 0
+    is_free = AUTO in job.rollout_axes
     text = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must {'divide' if is_free else 'equal'}"
     return devices % size == 0 if is_free else devices == size, f"{text} the {devices} devices that generate"
 

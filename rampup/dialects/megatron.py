@@ -126,7 +126,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     groups = {name.rpartition(".")[0] for name in reading.leaves}
     later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
     located = dict(reading.leaves)
-    if reading.command is None:
+    if command is None:
         names: dict[str, list[str]] = {}
         for name in located:
             if name.rpartition(".")[0] not in later:
@@ -145,7 +145,6 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
                     said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
                     raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
             located.update([_normalize(known, value)])
-    command = reading.command
     if command is not None and command.tasks and not _DEVICES_GIVEN.intersection(located, overridden):
         # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
         is_launched = any(map(_LAUNCHER.search, command.words))
@@ -160,8 +159,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
     notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
     reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
-    answered = {setting.partition("=")[0] for setting in renamed}
-    written = {name: value for name, value in located.items() if name not in KEYS and name not in answered}
+    written = {name: value for name, value in located.items() if name not in KEYS and name not in overridden}
     decides = _SIZES if command is not None else _LAYOUTS
     raise_together(list(find_open_forks(written, load_known_keys("megatron"), (), "Megatron-LM", decides)))
     return type_settings(reading, entries, system="Megatron")
@@ -280,8 +278,10 @@ class LinearRamp:
 
     def as_run(self) -> list[Row]:
         """Return (first step, batch, samples before) as Megatron's floating-point division gives them."""
-        count, rows, step, consumed, k = self.num_increments, list[Row](), 0, 0, 0
+        count = self.num_increments
         share = self.samples / count
+        rows = list[Row]()
+        step = consumed = k = 0
 
         def stage(samples: int) -> int:
             return count if samples > self.samples else int(samples / share)
@@ -333,7 +333,9 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     return Threshold(text=text, samples=samples // (seq_length or 1), as_run=as_run // (seq_length or 1), size=size)
 
 
-MAX_LAYOUT, MAX_LISTED, MANY_SIZES = 10_000, 12, 2_000
+MAX_LAYOUT = 10_000
+MAX_LISTED = 12
+MANY_SIZES = 2_000
 
 
 def _layout_stages(layout: str) -> int:
@@ -620,6 +622,7 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:
+    is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if job.has_schedule:
         kept = [entry.text for entry in job.thresholds]
         if not job.unreadable and job.written_entries != kept:
@@ -663,7 +666,7 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         pass
     elif job.has_schedule:
         yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
-    elif job.has_linear and not {PARTITION, "deepspeed"} & {*job.uneven} and not {"num_nodes", "devices"} & job.settings.given:
+    elif job.has_linear and not {PARTITION, "deepspeed"} & {*job.uneven} and not is_nemo:
         yield (
             f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then it has no "
             f"effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
@@ -677,7 +680,6 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         yield f"{' and '.join(job.uneven)}: how layers are split is not checked, and the bubble is that of equal stages"
     if job.chunks > 1 and job.stages == 1:
         yield "there is one pipeline stage: its layer chunks change nothing"
-    is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
         yield "NeMo 2 ends the job at every change of the batch, to be restarted with the devices for the next"
     if job.num_microbatches is not None and job.stages > 1 and min(job.num_microbatches) < job.stages:
@@ -704,7 +706,8 @@ def _triples(job: MegatronJob) -> Iterator[str]:
     """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
     if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
         return
-    start, increment, samples, unit = *job.triple, max(job.unit, 1)
+    start, increment, samples = job.triple
+    unit = max(job.unit, 1)
     starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
     found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
     for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):

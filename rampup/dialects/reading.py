@@ -31,7 +31,8 @@ MIN_MATCHES = 2  # keys that tell whose file it is
 # What users state of a run beside its file; it does not tell whose file it is.
 FACTS = frozenset({"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"})
 # A name at least this similar to a longer one is a misspelling of it.
-_SIMILAR, _MIN_LENGTH = 0.93, 8
+_SIMILAR = 0.93
+_MIN_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +310,8 @@ _NO_TRAINING = re.compile(
 )
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
-_MAX_FILES, _MAX_FOLDERS = 40, 8
+_MAX_FILES = 40
+_MAX_FOLDERS = 8
 # The sizes and defaults that each shipped base file sets, by its name.
 Bases = Mapping[str, Mapping[str, Any]]
 
@@ -409,7 +411,9 @@ def option(command: Command | None, *names: str) -> str | None:
 
 def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launch, path: str, strict: bool) -> Reading:
     """Return what the command sets that starts the system and sets most of its keys; the first of equals."""
-    found, other, unread = [], "", list[Command]()
+    found = []
+    other = ""
+    unread = list[Command]()
     for command in commands:
         text = " ".join(command.words)
         # A script may be given the program that it starts, as in `/opt/launch.sh torchrun pretrain_gpt.py`.

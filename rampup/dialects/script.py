@@ -69,7 +69,11 @@ from rampup.dialects.unknown import (
 )
 from rampup.errors import ConfigError
 
-MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 40_000, 200_000, 256, 20, 200
+MAX_STEPS = 40_000
+MAX_TEXT = 200_000
+MAX_REPEATS = 256
+MAX_NESTING = 20
+MAX_SCRIPTS = 200
 MAX_REASONS = 3  # that a question names
 MAX_LAUNCHES = 8  # of one script by one line, as in a sweep
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
@@ -684,7 +688,10 @@ class _Reader:
 
     def read(self, name: str, rest: list[str], documents: Sequence[Document], values: Mapping[str, str]) -> bool | None:
         """Evaluate `read` or `mapfile`: known is only what a here-document or a here-string says."""
-        text, names, is_list, ends = self.input(documents), list[str](), name != "read", "\n"
+        text = self.input(documents)
+        names = list[str]()
+        is_list = name != "read"
+        ends = "\n"
         words = iter(rest)
         option = re.compile(r"-\w*?([adinNptu])(.*)" if name == "read" else r"-\w*?([dnOsuCc])(.*)", re.DOTALL)
         for word in words:
@@ -769,7 +776,9 @@ class _Reader:
 
     def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
         """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
-        number, word, before = len(self.commands), words[place], words[:place]
+        number = len(self.commands)
+        word = words[place]
+        before = words[:place]
         arguments, sourced = words[place + 1 :], words[0] in ("source", ".")
         command = Command(tuple(words), line, str(self.path), script=word, places=self.places)
         self.commands.append(command)

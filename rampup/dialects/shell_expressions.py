@@ -174,4 +174,5 @@ def _search(pattern: str, text: str) -> bool | None:
 
 
 _CLASSES = {"digit": "[0-9]", "alnum": "[a-zA-Z0-9]", "alpha": "[a-zA-Z]", "space": r"\s"}
-_MAX_STARS, _MAX_SEARCHED = 3, 100
+_MAX_STARS = 3
+_MAX_SEARCHED = 100

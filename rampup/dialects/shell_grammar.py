@@ -52,7 +52,9 @@ class Parser:
     """A recursive-descent parser of bash's grammar."""
 
     def __init__(self, text: str, line: int | None = None) -> None:
-        self.text, self.at, self.line = text, 0, line
+        self.text = text
+        self.at = 0
+        self.line = line  # of all nodes, if the text has none
         self.newlines = [match.start() for match in re.finditer("\n", self.text)]
         self.documents: list[Document] = []  # those that begin in the next line
 
@@ -138,7 +140,10 @@ class Parser:
 
     def command(self) -> Node:
         """Return a simple or a compound command; the redirections of a compound are dropped, with its here-documents."""
-        kind, line, words, parts = self.peek(), self.here(), list[str](), list[Any]()
+        kind = self.peek()
+        line = self.here()
+        words = list[str]()
+        parts = list[Any]()
         if self.text.startswith("((", self.at):
             kind, words = "arithmetic", [self.in_brackets()]
         elif kind not in ("(", "{", "if", "while", "until", "for", "select", "case", "function"):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
-from rampup.dialects.known import load_known_keys
+from rampup.dialects.known import load_known_keys, with_lines
 from rampup.dialects.reading import Entry, Launch, Reading, Settings, Source, Version, entry, program_of, read_hydra
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
@@ -105,11 +105,8 @@ _SECTIONS = ("data", "trainer", "generator", "environment")
 
 def _unknown_keys(job: SkyRLJob) -> list[str]:
     """Return the keys that no class of SkyRL's settings has, with their lines; integrations have sections of their own."""
-    return [
-        f"{name} (line {place.line})" if place.line else name
-        for name, place in job.settings.looked_up.items()
-        if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None
-    ]
+    looked_up = job.settings.looked_up.items()
+    return with_lines({name: at for name, at in looked_up if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None})
 
 
 class SkyRLJob(RolloutJob):

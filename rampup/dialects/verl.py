@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.dialects.known import load_known_keys
+from rampup.dialects.known import load_known_keys, with_lines
 from rampup.dialects.reading import (
     PARENT,
     Bases,
@@ -438,12 +438,7 @@ class VerlJob(RolloutJob):
     def unknown_keys(self) -> dict[str, Located]:
         """Return the keys that Hydra looks up and no base file of this version has."""
         known = load_known_keys("verl")
-        lives = {name: known.life(name) for name in self.settings.looked_up}
-        return {
-            name: place
-            for name, place in self.settings.looked_up.items()
-            if (life := lives[name]) is None or not life[0] <= self.era <= life[1]
-        }
+        return {name: place for name, place in self.settings.looked_up.items() if not known.has(name, self.era)}
 
     def at_version(self, version: str) -> VerlJob:
         """Return the job of the same file with the rules of another version."""
@@ -648,10 +643,6 @@ def _engine_workers(job: VerlJob) -> bool:
     return not job.old_workers
 
 
-def _checked(job: VerlJob) -> bool:
-    return not job.fully_async and job.era >= 2
-
-
 def _mini(name: str) -> Side[VerlJob]:
     return f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch
 
@@ -764,7 +755,7 @@ def _packs(job: VerlJob, model: str) -> bool:
 
 
 # veRL's own check. A token budget skips most of it.
-_CHECK: Rules = apply_if(_checked, [
+_CHECK: Rules = apply_if(lambda job: not job.fully_async and job.era >= 2, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
         _model_size("actor"), when=lambda job: job.checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
@@ -855,7 +846,7 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
 
 
 def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
-    shown = [f"{name} (line {place.line})" if place.line else name for name, place in keys.items()]
+    shown = with_lines(keys)
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 

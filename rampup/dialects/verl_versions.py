@@ -37,12 +37,7 @@ _UNTIL: Mapping[str, tuple[int, Any]] = {
     "trainer.use_v1": (8, False),
 }
 # The deprecated sizes of the whole job, which only the workers until 0.7 read, and their successors.
-_SUCCESSORS = {
-    f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
-    f"{_ROLLOUT}.log_prob_micro_batch_size": f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-    f"{_REF}.log_prob_micro_batch_size": f"{_REF}.log_prob_micro_batch_size_per_gpu",
-    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
-}
+_SUCCESSORS = {key: f"{key}_per_gpu" for key in _UNTIL if key.endswith("micro_batch_size")}
 
 
 class _Evidence(NamedTuple):
@@ -123,11 +118,11 @@ def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
 def _misfits(reading: Reading, beside: Mapping[str, Located]) -> dict[int, list[str]]:
     """Return, for each version, the keys of a command that it has not, and those that `+` adds although it has them."""
     known = load_known_keys("verl")
-    required = {key: life for key in looked_up(reading, beside) if (life := known.life(key))}
-    added = {key: life for key in sorted(reading.written("+")) if (life := known.life(key))}
+    required = [key for key in looked_up(reading, beside) if known.life(key)]
+    added = sorted(reading.written("+"))
     return {
-        version: [key for key, (first, last) in required.items() if not first <= version <= last]
-        + [f"+{key}" for key, (first, last) in added.items() if first <= version <= last]
+        version: [key for key in required if not known.has(key, version)]
+        + [f"+{key}" for key in added if known.has(key, version)]
         for version in range(1, NEWEST + 1)
     }
 
