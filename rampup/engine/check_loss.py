@@ -50,11 +50,11 @@ WAYS_OUT = {
     "interacting rows": f"for a contrastive loss, a loss of pairs or normalization over the batch, {_WHOLE_BATCH}",
     "denominators": "return a tuple of sums and one of what each is divided by, such as (token_sum, row_sum), (num_tokens, "
     f"num_rows), aux; or {_WHOLE_BATCH}",
-    "random key": "draw the numbers of a row with its own key, such as jax.vmap over rows and `keys`, or accept that they "
-    "depend on how the batch is split",
+    "random key": "draw the numbers of a row with its own key, such as jax.vmap over rows and `keys`, accept that they "
+    f"depend on how the batch is split, or {_WHOLE_BATCH}",
     "weight": "return as weight_sum a sum over the rows, such as their number or that of their tokens",
     "nan": "return a sum, not a mean times its weight, or divide by jnp.maximum(weight, 1): no other rows may be with it",
-    "order": "treat all rows alike: which of them are in a microbatch depends on how the batch is split",
+    "order": f"treat all rows alike, as which of them are in a microbatch depends on how the batch is split, or {_WHOLE_BATCH}",
 }
 # What is right if the loss sees all rows of a step.
 OF_PARTS = ("interacting rows", "denominators", "random key", "order")

@@ -110,8 +110,8 @@ def train_step(
             step. Each batch size has a program of its own, which the step waits for, and needs the memory of its whole batch.
             The compiler partitions the rows, and reduces the gradients. Also True if the plan has whole batches.
         check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a sum over rows, as `rampup.check_loss`
-            finds it on four rows of the batch. Of one in which rows interact only if the plan splits a batch. For models with
-            at most 20 million parameters, in a single process, and not with `whole_batch`.
+            finds it on four rows of the batch. Of one in which rows interact only if a batch may be split. For models with at
+            most 20 million parameters, in a single process, and not with `whole_batch`.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -267,7 +267,8 @@ class TrainStep:
         if self._checks_loss and not batch.position.step:
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
             has_replicas = BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1
-            warn_of_loss(self._update.loss, state, batch, sees_whole=is_one and not has_replicas)
+            sees_whole = is_one and not has_replicas and self._has_planned_shapes
+            warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
         if self._is_fused:
             split = batch.position.split
@@ -409,7 +410,7 @@ class TrainStep:
         ============  ==========  =============  =============================================
         """
         planned, step = position.split, position.step
-        if self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1:
+        if self._has_planned_shapes:
             return planned
 
         def use_of(split: BatchSplit) -> str:
@@ -425,6 +426,11 @@ class TrainStep:
             return fallback
         self._shape_changes[planned.microbatch_size] = step
         return planned
+
+    @property
+    def _has_planned_shapes(self) -> bool:
+        """Whether every batch is split as planned, also while programs are being compiled."""
+        return self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
         """Return the program of the engine `fused` for one split, a `jax.stages.Lowered`. It needs no data.

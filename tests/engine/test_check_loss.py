@@ -474,13 +474,18 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
 
 
 def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
-    """With one microbatch per step on one replica, only what is wrong even then is warned of."""
+    """With one microbatch per step on one replica, only what is wrong even then is warned of.
+
+    A phase that runs in the shape of an earlier one until its program is compiled splits its batches.
+    """
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
+    shapes = {"schedule": "0:16 64:32", "rampup_microbatch": "per_phase"}
     centered = lambda p, b, k: toy(jnp.sum)(p, b | {"x": b["x"] - b["x"].mean(0)}, k)  # noqa: E731
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(*start("one", centered), steps=1)
-    for loss, options in ((toy(jnp.mean), {}), (centered, {"microbatch_size": 8})):
+        train(*start("one", centered, wait_for_compilation=True, **shapes), steps=1)
+    for loss, options in ((toy(jnp.mean), {}), (centered, {"microbatch_size": 8}), (centered, shapes)):
         with pytest.warns(rampup.LossWarning):
             train(*start("one", loss, **options), steps=1)
 
