@@ -602,7 +602,6 @@ def head_problems(config: Any) -> list[RampupError]:
 KEYS = Config.keys()
 # A checkpoint belongs to a run only if these agree: they define the meaning of its arrays and the order of the data.
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
-DEFAULTS = Config().to_dict()
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
 PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)

@@ -57,10 +57,8 @@ def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource
             # All bytes, with a zero after each file.
             pieces: list[bytes] = []
             for path in files:
-                try:
+                with _naming(path):
                     pieces.append(Path(path).read_bytes() + b"\0")
-                except OSError as error:
-                    raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
             rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import grain
@@ -257,17 +255,14 @@ def is_thread_safe(source: RowSource) -> bool:
     return bool(getattr(source, "thread_safe", False))
 
 
-def _turn_of(source: RowSource) -> AbstractContextManager[Any]:
-    """Return what a thread holds while it reads a source: a lock, one per object of the user's, or nothing."""
-    if is_thread_safe(source):
-        return contextlib.nullcontext()
-    with _LOCKS_GUARD:
-        return _LOCKS.setdefault(id(getattr(source, "items", source)), threading.Lock())
-
-
 def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     """Return the given rows of a source. A failure is a DataError with the row that causes it and where that row comes from."""
-    with _turn_of(source):
+    if is_thread_safe(source):
+        return _read_rows(source, rows)
+    with _LOCKS_GUARD:
+        # One per object of the user's.
+        lock = _LOCKS.setdefault(id(getattr(source, "items", source)), threading.Lock())
+    with lock:
         return _read_rows(source, rows)
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import AccumulatedLoss
@@ -36,6 +36,7 @@ from rampup.engine.mesh import auto_view, make_mesh, own_constraints
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
 from rampup.engine.totals import accumulator, fill, floating
+from rampup.engine.whole import operations
 from rampup.errors import ConfigError, DataError, LossWarning, a_type
 
 # Rows that are evaluated together. The fit of a quotient needs four, and some losses take rows in pairs.
@@ -383,16 +384,10 @@ def _norm(x: Any) -> float:
     return float(np.linalg.norm(x))
 
 
-def _coarsest_epsilon(value: Any) -> float:
-    """Return the largest machine epsilon of what a jaxpr, or a parameter of an operation, computes."""
-    if isinstance(value, (tuple, list)):
-        return max(map(_coarsest_epsilon, value), default=0.0)
-    jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
-    if not isinstance(jaxpr, Jaxpr):
-        return 0.0
-    types = {v.aval.dtype for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "dtype")}
-    own = max((float(jnp.finfo(t).eps) for t in types if jnp.issubdtype(t, jnp.floating)), default=0.0)
-    return max(own, *(_coarsest_epsilon(list(eqn.params.values())) for eqn in jaxpr.eqns), 0.0)
+def _coarsest_epsilon(jaxpr: ClosedJaxpr) -> float:
+    """Return the largest machine epsilon of what a jaxpr computes."""
+    types = {v.aval.dtype for eqn in operations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    return max((float(jnp.finfo(t).eps) for t in types if jnp.issubdtype(t, jnp.floating)), default=0.0)
 
 
 def _problems(loss: _Evaluations) -> Iterator[LossProblem]:

@@ -142,7 +142,7 @@ def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
     """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
     if not isinstance(results, (tuple, list)):
         is_array = np.isscalar(results) or hasattr(results, "shape")
-        kind = ("one array" if np.shape(results) else "a scalar") if is_array else f"{a_type(results)}"
+        kind = ("one array" if np.shape(results) else "a scalar") if is_array else a_type(results)
         raise _contract_error(f"returned {kind} and not a tuple", carries)
     if len(results) != 3 + carries:
         raise _contract_error(f"returned {len(results)} results and not {3 + carries}", carries)

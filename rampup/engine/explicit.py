@@ -63,6 +63,20 @@ def neither(auto: Exception, explicit: Exception, mesh: Mesh) -> Exception:
     return ConfigError(f"{problem}; {fix}: jax.make_mesh({tuple(mesh.shape.values())}, {names})", key="mesh")
 
 
+def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
+    """Return `run(has_explicit)` with False, or with True for a loss that was written for the Explicit axes of the mesh."""
+    try:
+        return run(False)
+    except Exception as error:
+        if not may_need_explicit(error, mesh):
+            raise
+        first = error
+    try:
+        return run(True)
+    except Exception as error:
+        raise neither(first, error, mesh) from error
+
+
 def call_with_auto_axes(run: Callable[..., Any], mesh: Mesh, args: Any, results: Any) -> Any:
     """Return `run(has_explicit, *args)`, which sees Auto axes, in a function of the user's own that may have Explicit ones.
 
@@ -78,16 +92,7 @@ def call_with_auto_axes(run: Callable[..., Any], mesh: Mesh, args: Any, results:
             shardings = jax.tree.map(lambda sharding: NamedSharding(mesh.abstract_mesh, sharding.spec), results)
             return jax.sharding.auto_axes(own, axes=mesh.axis_names, out_sharding=shardings)(*args)
 
-    try:
-        return call(False)
-    except Exception as error:
-        if not may_need_explicit(error, mesh):
-            raise
-        first = error
-    try:
-        return call(True)
-    except Exception as error:
-        raise neither(first, error, mesh) from error
+    return with_either_axes(call, mesh)
 
 
 def with_explicit_axes(loss: Any, mesh: Mesh, params: Any, carried: Any = None, frozen: Any = None) -> Any:

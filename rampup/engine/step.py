@@ -29,7 +29,7 @@ from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.check_state import NewState
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh
+from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh, with_either_axes
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
@@ -648,24 +648,14 @@ class EvalStep:
             with auto_context(self._mesh):
                 return move(eval_sums(loss, view, shardings, *move(args, view)), self._mesh)
 
-        def lower(loss: SummableLoss) -> Any:
+        def lower(has_explicit: bool) -> Any:
+            own = explicit_loss(loss, view, shardings) if has_explicit else loss
             with auto_context(self._mesh):
-                sums = jax.jit(functools.partial(eval_sums, loss, view, shardings), out_shardings=replicated(self._mesh))
+                sums = jax.jit(functools.partial(eval_sums, own, view, shardings), out_shardings=replicated(self._mesh))
                 return sums.lower(*as_auto(args))
 
-        def lower_either() -> Any:
-            try:
-                return lower(loss)
-            except Exception as error:
-                if not may_need_explicit(error, self._mesh):
-                    raise
-                first = error
-            try:
-                return lower(explicit_loss(loss, view, shardings))
-            except Exception as error:
-                raise neither(first, error, self._mesh) from error
-
-        return _call(self._compiler.get((batch.layout, len(batch.chunks), is_whole), lower_either), *args)
+        key = batch.layout, len(batch.chunks), is_whole
+        return _call(self._compiler.get(key, lambda: with_either_axes(lower, self._mesh)), *args)
 
     def batches(self, source: Any, batch_size: int, *, batched: bool | None = None) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.
