@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 
-from rampup.engine.processes import FOLDER, announced, is_primary, kv_store
+from rampup.engine.processes import FOLDER, announced, gather_from_all, is_primary, kv_store
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
@@ -85,6 +86,27 @@ def join(
         except RuntimeError as error:
             problem = f"process {launch.number} of {launch.count} could not join the others at {launch.address}"
             raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}", key="coordinator_address") from None
+
+
+def check_reachable() -> None:
+    """Refuse a host whose name leads to itself, if there are several and JAX connects their CPUs by name.
+
+    Raises:
+        ConfigError: in every process, with the host.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    name, address, place = socket.gethostname(), "", ""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(name)
+    with contextlib.suppress(OSError):  # Linux: the machine, and the network in which its containers see it
+        place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    found = [json.loads(each) for each in gather_from_all(json.dumps([name, address, place]))]
+    for number, (name, address, _) in enumerate(found):
+        if address.startswith("127.") and len({(other, place) for other, _, place in found}) > 1:
+            problem = f"process {number} runs on {name}, a name that leads to {address} there: other hosts cannot reach it"
+            fix = f"in /etc/hosts of that host, let {name} lead to its address in the network of the others"
+            raise ConfigError(f"{problem}; {fix}", key="coordinator_address")
 
 
 def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:

@@ -13,7 +13,7 @@ from rampup.config.files import run_yaml
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
 from rampup.loop.checkpoint import SavedCheckpoint, find_checkpoint
-from rampup.loop.distributed import watchdog
+from rampup.loop.distributed import check_reachable, watchdog
 from rampup.loop.lock import own_run
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, run_folder, write_whole
 
@@ -39,6 +39,7 @@ def run_in_folder(
         heartbeat_timeout: seconds of silence after which another process counts as gone; see `watchdog`.
     """
     check_joined()
+    check_reachable()
     enable_compilation_cache(config.jax_cache_dir)
     folder = as_path(config.base_output_directory) / config.run_name if config.run_name else None
     # Owned before its checkpoint is read: a process that is still training would write newer ones.

@@ -82,6 +82,17 @@ def num_steps(folder):
 
 
 @pytest.mark.faults
+def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_path):
+    """As in many images: JAX would tell the others to connect to 127.0.0.1. Both processes say which host it is."""
+    (Path("/etc/netns") / "rampup-b" / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+    started = start(tmp_path)
+    assert [process.wait(100) for process in started] == [2, 2], outputs(tmp_path)
+    for output in outputs(tmp_path):
+        assert f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1 there" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.faults
 def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp_path):
     """Down or stopped for less than the heartbeat's timeout, nothing is lost; for longer, both say so, and the run resumes."""
     one, _ = HOSTS
