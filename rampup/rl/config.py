@@ -174,6 +174,7 @@ class RolloutConfig(Settings):
     warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
     warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
 
+    auto_max_waste: float = _shared("auto_max_waste", 0.2)
     distributed: str = _shared("distributed", "auto")
     run_name: str = _shared("run_name", "")
     base_output_directory: str = _shared("base_output_directory", "runs")

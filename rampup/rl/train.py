@@ -249,6 +249,7 @@ class RolloutRun:
                 half_life_samples=noise.half_life_samples / config.num_generations,
                 rows=rows,
                 unit="prompts",
+                max_waste=config.auto_max_waste,
             )
             components += (AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),)
             for rollout, _, prompts in rows[1:]:
