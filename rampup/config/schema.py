@@ -139,7 +139,7 @@ class RampKeys(Settings):
         enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
     gradient_noise_half_life_samples: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
         Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the
-        run, but at least 30 of its largest batches.""")
+        run, but at least 30 of its largest batches; with batch_size_schedule=auto, of its first.""")
     expansion_factor_real_data: Fraction = _batch(Fraction(-1), above=0, also=(-1,), doc="""
         If above 1, one of this many hosts loads data, for itself and the others. Between 0 and 1, MaxText's setting to resume
         on fewer chips, only for plans: the loaders of the former hosts take turns, and a step gets the rows of this share of
