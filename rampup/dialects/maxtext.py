@@ -219,14 +219,15 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
     nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
     if outer is None or not (slices.isdecimal() and nodes.isdecimal()):
         return {}
-    if match := re.fullmatch(r"(v[2-6]\w*)-(\d+)", machine):  # v4 and v5p count two cores in a device
+    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+)", machine):  # v4 and v5p count two cores in a device
         return {
             "num_devices": outer.locate(int(match[2]) // (2 if match[1] in ("v4", "v5p") else 1) * int(slices)),
             "num_slices": outer.locate(int(slices)),
         }
-    if match := re.fullmatch(r"v[2-6]\w*-(\d+(?:x\d+)+)", machine):
-        chips = math.prod(map(int, match[1].split("x")))
-        return {"num_devices": outer.locate(chips * int(slices)), "num_slices": outer.locate(int(slices))}
+    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)+)", machine):
+        chips = math.prod(map(int, match[2].split("x")))
+        devices = chips * (2 if match[1] == "tpu7x" else 1)  # each core of a TPU7x is a device
+        return {"num_devices": outer.locate(devices * int(slices)), "num_slices": outer.locate(int(slices))}
     match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
     return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
 

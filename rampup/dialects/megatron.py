@@ -57,6 +57,8 @@ EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
+# Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are bounds.
+_DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS: dict[str, Entry] = {
@@ -145,6 +147,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
                     said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
                     raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
             located.update([_normalize(known, value)])
+    words = () if command is None or "hostfile" in located else command.words
+    if any(word.rpartition("/")[2] == "deepspeed" for word in words):
+        located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
     if command is not None and command.tasks and not _DEVICES_GIVEN.intersection(located, overridden):
         # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
         is_launched = any(map(_LAUNCHER.search, command.words))

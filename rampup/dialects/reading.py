@@ -308,8 +308,10 @@ _UNREAD = {
 _NO_TRAINING = re.compile(
     r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
 )
+_LAUNCHERS = ("torch.distributed", "deepspeed.", "accelerate.")  # modules that start a program
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
+SEARCH_PATH = "hydra.searchpath"  # of a command: where Hydra looks for further base files
 _MAX_FILES = 40
 _MAX_FOLDERS = 8
 # The sizes and defaults that each shipped base file sets, by its name.
@@ -413,6 +415,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     """Return what the command sets that starts the system and sets most of its keys; the first of equals."""
     found = []
     other = ""
+    outside: dict[str, Located] = {}  # the keys of a program that the rules do not cover: they still tell the system
     unread = list[Command]()
     for command in commands:
         text = " ".join(command.words)
@@ -426,13 +429,14 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
             continue
         if match := launch.others.search(text):
             other = other or show_unknown(match[0]).strip()
+            outside = outside or launch.read(command)
             continue
         leaves = launch.read(command)
         score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
         if any(score):
             found.append((score, command, leaves))
     if not found and not strict:
-        return Reading(path=path, leaves={}, overrides=overrides)
+        return Reading(path=path, leaves=outside, overrides=overrides, recognized=any(map(launch.known, outside)))
 
     def is_open(command: Command) -> bool:  # whether it sources a file whose name depends on what the script does not say
         return command.words[0] in ("source", ".") and bool(unknown_names(Path(command.words[1]).name))
@@ -446,7 +450,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     if not found:
         raise _starts_nothing(commands, other, launch, path)
     score, command, leaves = max(found, key=lambda row: row[0])
-    if marker := next((marker for word in command.words if (marker := open_options(word))), ""):
+    if strict and (marker := next((marker for word in command.words if (marker := open_options(word))), "")):
         [name] = unknown_names(marker)
         said = f"{explain_unknown(marker)}, and sizes in this command depend on it; add {name}=..."
         raise ConfigError(said, key=name, path=command.path, line=command.line or None)
@@ -554,6 +558,8 @@ def read_hydra(
         notes.append(f"{', '.join(bases.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
     if bases.missing and (reading.command is None or bases.beside):
         notes.append(f"defaults: {', '.join(bases.missing)} not found beside this file; what it sets is not read.")
+    if SEARCH_PATH in reading.leaves:
+        notes.append(f"{SEARCH_PATH} adds base files, which are not read: keys that only they have are not checked.")
     looked = looked_up(reading, bases.beside)
     answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides} - launch.entries.keys()
     if known_keys is not None and (version.is_fork or any(known_keys.life(name) is None for name in answered)):
@@ -566,7 +572,7 @@ def read_hydra(
 
 def looked_up(reading: Reading, beside: Mapping[str, Located] = MappingProxyType({})) -> dict[str, Located]:
     """Return the keys of a command that Hydra looks up in its base file: without `+`, and not answered for by the user."""
-    if reading.command is None:
+    if reading.command is None or SEARCH_PATH in reading.leaves:
         return {}
     answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides}
     return {
@@ -678,7 +684,8 @@ def find_in_repository(path: str, place: str) -> list[Path]:
 
 def program_of(command: Command) -> str:
     """Return the path of the Python program that a command starts, without its suffix: `verl/trainer/main_ppo`."""
-    if module := option(command, "-m"):
+    modules = (following for word, following in itertools.pairwise(command.words) if word == "-m")
+    if module := next((name for name in modules if not name.startswith(_LAUNCHERS)), ""):
         return module.replace(".", "/")
     file = next((word for word in command.words if word.endswith(".py")), "")
     return show_unknown(file).rpartition("$")[2].partition("/")[2].removesuffix(".py") if unknown_names(file) else file[:-3]

@@ -71,7 +71,7 @@ KEYS: dict[str, Entry] = {
 LAUNCH = Launch(
     system="SkyRL",
     program=re.compile(r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="),
-    others=re.compile(r"[\w.]*main_(?:sft\w*|generate|gen)\b|tinker|entrypoints\.serve"),
+    others=re.compile(r"[\w.]*main_(?:sft\w*|(?:\w+_)?gen(?:erate)?)\b|tinker|entrypoints\.serve"),
     example="python -m skyrl.train.entrypoints.main_base key=value",
     entries=KEYS,
     groups=("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config"),

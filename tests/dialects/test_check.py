@@ -122,6 +122,28 @@ def test_check_finds_the_system_by_itself(capsys, file, system):
     assert "say which with --from" in run_json(capsys, "check", path)[1]["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_batch_size=8", "starts sft_trainer"),
+        (
+            "deepspeed evaluate.py --micro-batch-size 64 --tensor-model-parallel-size 2",
+            "evaluate.py, .* of Megatron do not cover",
+        ),
+        (
+            "if [ -d /npu ]; then RUN=(python3 -m verl.trainer.main_ppo data.train_batch_size=8); else RUN=(python3 -m "
+            "verl.trainer.main_ppo); fi\n${RUN[@]} actor_rollout_ref.rollout.n=2 data.train_batch_size=64",
+            r"not known whether",
+        ),
+    ],
+)
+def test_a_script_is_refused_by_its_own_system(tmp_path, script, said):
+    """Without `--from`, a program without rules and a command with open sizes are refused for what they are."""
+    (tmp_path / "run.sh").write_text(script)
+    with pytest.raises(ConfigError, match=said):
+        check_file(tmp_path / "run.sh")
+
+
 SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "world_size": 4, "train_samples": 5000}
 MEGATRON = SIZES64 | {"rampup_batch_size": [16, 16, 1000]}
 
