@@ -66,7 +66,7 @@ def _path_class() -> type[Any]:
     """Return the class of paths in buckets. It is made here, because etils is slow to import and most runs have no bucket."""
     from etils import epath
 
-    for name in ("gcsfs", "gcsfs.retry"):
+    for name in ("gcsfs", "gcsfs.retry", "google.auth._default"):
         logging.getLogger(name).addFilter(_say_once())
 
     class BucketPath(type(epath.Path("gs://bucket"))):  # type: ignore[misc]
@@ -115,7 +115,7 @@ def _path_class() -> type[Any]:
 
 
 def _say_once() -> Callable[[logging.LogRecord], bool]:
-    """Return a filter that passes each kind of message of gcsfs once, and no traceback of an error that is raised anyway."""
+    """Return a filter that passes each kind of message once, and no traceback of an error that is raised anyway."""
     seen = set()
 
     def passes(record: logging.LogRecord) -> bool:

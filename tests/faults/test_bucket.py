@@ -50,6 +50,8 @@ def test_a_killed_run_in_a_bucket_that_was_away(tmp_path):
             assert proxy.num_failed > before
         assert process.wait(150) == 0, log.read_text()
         assert other.wait(150) in (0, 1, 2)
+        warnings = [line for line in second.read_text().splitlines() if line.startswith("WARNING")]
+        assert len(set(warnings)) == len(warnings) <= 2  # that there are no credentials
         assert "Traceback" not in log.read_text() + second.read_text()
         found = [(line["step"], line["loss"]) for line in read_lines(as_path("gs://bucket/runs/run/metrics.jsonl"))]
     process = start(tmp_path, log)
