@@ -15,13 +15,13 @@
 # # Quickstart: grow the batch of your Flax training step
 #
 # Large models are often trained with small batches first and large batches later. Early in training, small batches
-# learn more per sample. Later, large batches use the devices better. *rampup* plans this growth before the first
+# waste fewer samples. Later, large batches waste few, too, and take fewer steps. *rampup* plans this growth before the first
 # step, checks it, and runs it with one compiled program. This notebook adds a ramp to an ordinary Flax training step
 # in three ways:
 #
 # 1. **Batch sizes only.** You ask how large the next batch is.
 # 2. **Your step, fixed microbatches.** Your jitted step does not change and compiles once.
-# 3. **`train_step`.** One call is one optimizer step, and every row has the same weight.
+# 3. **`train_step`.** One call is one optimizer step, and every unit of weight counts the same.
 #
 # On a CPU it takes about a minute; it has not been run on a TPU or a GPU yet.
 
