@@ -47,6 +47,9 @@ class SameRun(Component):
 
     def load(self, record: Mapping[str, Any]) -> None:
         """See `Component`."""
+        for name in (ROWS, PROGRAMS):
+            if not isinstance(found := record.get(name, {}), dict):
+                raise ResumeMismatchError(f"the record of the checkpoint is damaged: its {name} are {found!r:.100}", key=name)
         self._before = record
 
     def check(self, batches: Any, state: Any, batch: Any) -> None:
@@ -56,7 +59,7 @@ class SameRun(Component):
             ResumeMismatchError: other rows, or in another order.
         """
         rows: dict[str, Any] = getattr(batches, "identity", None) or {}
-        before = self._recorded(ROWS)
+        before: Mapping[str, Any] = self._before.get(ROWS, {})
         self._own[ROWS] = rows
         # The names of the facts contain the numbers of rows, so that another number of rows has other facts beside its own.
         differing = [name for name in rows if before.get(name, rows[name]) != rows[name]]
@@ -72,7 +75,7 @@ class SameRun(Component):
             return
         programs: dict[str, Any] = {name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()}
         programs |= {"versions": [module.__version__ for module in (jax, optax, flax, rampup)]}
-        before = self._recorded(PROGRAMS)
+        before = self._before.get(PROGRAMS, {})
         self._own[PROGRAMS] = programs
         if before.get("versions") != programs["versions"] or not is_primary():
             return
@@ -84,13 +87,6 @@ class SameRun(Component):
                     ResumeWarning,
                     stacklevel=2,
                 )
-
-    def _recorded(self, name: str) -> dict[str, Any]:
-        """Return an entry of the checkpoint's record, which an older one may lack."""
-        found = self._before.get(name, {})
-        if not isinstance(found, dict):
-            raise ResumeMismatchError(f"the record of the checkpoint is damaged: its {name} are {found!r:.100}", key=name)
-        return found
 
 
 def _digest(jaxpr: Any) -> str:
