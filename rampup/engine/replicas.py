@@ -77,23 +77,25 @@ class Replicas:
         """
         plain = functools.partial(own_constraints()(sum_up), self.reduce, self.total)
         manual = self._manually(plain)
-        if self.way == "plain":
+        if self.way in ("plain", "compiled"):
             # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
-            return traceable(plain, manual)
-        if self.way == "compiled":
-            return traceable(plain, self._with_names(plain))
+            run = traceable(plain, manual)
+            return run if self.way == "plain" else traceable(run, self._with_names(plain))
         run = manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
         return run if self.shards is not None else traceable(run, self._compiled(sum_up))
 
     def _with_names(self, run: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return `run` for a loss that names the axes of the rows in collectives: over one part, which has all rows."""
+        names = [str(name) for name, size in self.mesh.shape.items() if name in self.axes.rows or size == 1]
 
         def named(*args: Any) -> Sums:
             alone: Any = run
-            for name in self.mesh.axis_names:
-                alone = jax.vmap(alone, None, axis_size=1, axis_name=str(name))
-            depth = len(self.mesh.axis_names)
-            return jax.tree.map(lambda x: x.reshape(x.shape[depth:]), alone(*args))
+            for name in names:
+                alone = jax.vmap(alone, None, axis_size=1, axis_name=name)
+            if contains(jax.make_jaxpr(alone)(*args), frozenset({"shard_map"})):
+                # Its axes would be the parts of the same names: the sums of its gradients would lack the other devices'.
+                raise ValueError("a loss with a shard_map cannot name the axes of its rows outside of it")
+            return jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), alone(*args))
 
         return named
 

@@ -232,7 +232,7 @@ def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
     start = {"mean": jnp.float32(0), "n": jnp.int32(0)}
     run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, mutable=start, batch_axes=axes))
     sums = run(params, batch, np.int32(2), keys)
-    params, batch = jax.device_put((params, batch), jax.devices()[0])
+    params, batch = jax.device_get((params, batch))
     parts = [jax.value_and_grad(plain, has_aux=True)(params, jax.tree.map(operator.itemgetter(k), batch)) for k in range(2)]
     assert_close((sums.loss, sums.grads), jax.tree.map(jnp.add, *[(loss, grads) for (loss, _), grads in parts]))
     np.testing.assert_allclose(sums.mutable["mean"], parts[-1][0][1], rtol=1e-5)

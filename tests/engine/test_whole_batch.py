@@ -224,3 +224,34 @@ def test_an_error_of_the_loss_itself_is_raised_as_it_is():
     step, state = toy.start("data", lambda params, batch, keys: batch["x"] @ batch["x"])
     with pytest.raises(Exception, match="dot_general requires contracting dimensions"):
         toy.history(step, state)
+
+
+def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
+    """Both would name the same axis, and the gradient of the kernel would lack the other devices' part; alone, each runs."""
+    mesh = toy.mesh_of("data")
+
+    def kernel(params, x):
+        spec = jax.sharding.PartitionSpec("data")
+        specs = {"in_specs": (jax.sharding.PartitionSpec(), spec), "out_specs": spec, "check_vma": False}
+        inner = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(lambda w, x: jnp.tanh(x @ w), mesh=inner if inner.shape else mesh, **specs)(params["w"], x)
+
+    def both(params, batch, keys):
+        return jax.lax.pmean(jnp.sum(kernel(params, batch["x"])), "data"), len(keys), {}
+
+    def alone(params, batch, keys):
+        return jnp.sum(kernel(params, batch["x"])), len(keys), {}
+
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(16, 8)).astype(np.float32)}
+    params = {"w": rng.normal(size=(8, 4)).astype(np.float32)}
+    plan, tx = plan_of(mesh, microbatch_size=1), optax.sgd(1.0)
+    size = plan.ramp.sizes[0]
+    rows = {"x": np.resize(rows["x"], (size, 8))}
+    step = rampup.train_step(alone, tx, plan, mesh, whole_batch=True)
+    state, _ = step(rampup.create_state(params, tx, mesh), step.batch(rows))
+    expected = jax.grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(rows["x"] @ w), axis=1)))(params["w"])
+    np.testing.assert_allclose(params["w"] - np.asarray(state.params["w"]), expected, rtol=1e-5, atol=1e-6)
+    step = rampup.train_step(both, tx, plan, mesh, whole_batch=True)
+    with pytest.raises(NameError, match="data"):
+        step(rampup.create_state(params, tx, mesh), step.batch(rows))
