@@ -399,6 +399,7 @@ class Model(nnx.Module):
         return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalizes", "reduce", "expected"),
     [(False, jnp.sum, []), (True, jnp.sum, ["interacting rows"]), (False, jnp.mean, ["mean"])],
@@ -426,6 +427,7 @@ def test_a_state_brings_what_its_loss_reads(normalizes):
     assert kinds(rampup.check_loss(loss, state, BATCH)) == ["interacting rows"] * normalizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
 def test_pipelined_losses_are_checked_as_one_function(reduce):
     """First part, layers and last part run one after the other on one device."""

@@ -86,6 +86,7 @@ def test_make_optimizer_runs_both_kinds():
 HAS_MUON = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_MUON, reason="this Optax has no Muon with updates of AdamW's size")
 def test_muon_updates_are_orthogonal_and_of_the_size_of_adam():
     """A matrix of a layer moves along nearly orthonormal rows, with a root mean square of 0.2; the rest moves as with AdamW."""

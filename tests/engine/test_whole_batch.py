@@ -196,6 +196,7 @@ MESHES_OF_SHARD_MAPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES_OF_SHARD_MAPS, ids=str)
 def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(axes):
     """A `jax.shard_map` over the axes of the replicas trains as on one device, with a warning, and reduces per microbatch."""

@@ -152,6 +152,7 @@ class _State(NamedTuple):
     w: jax.Array
 
 
+@pytest.mark.slow
 def test_a_lease_outlives_an_outage(folder, proxy, impatient):
     """An owner that cannot renew its lease for a while renews it afterwards, and releases it at the end."""
     with own_run(folder):
@@ -170,6 +171,7 @@ def contents(objects):
     return {str(path.relative_to(objects)): path.read_bytes() for path in objects.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, monkeypatch):
     """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
     monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 40)
