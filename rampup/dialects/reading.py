@@ -519,7 +519,7 @@ def _base_folders(command: Command, path: str) -> list[Path]:
 class Version:
     """The version of a system that a source is for."""
 
-    defaults: Mapping[str, Any] = MappingProxyType({})  # where they differ from those of its entries
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where they differ from those of its entries
     notes: Sequence[str] = ()  # which it is, and why
     others: tuple[str, ...] = ()  # versions that are possible as well
     is_fork: bool = False  # whether the user has said so

@@ -122,6 +122,8 @@ def launch(monkeypatch):
         undo.enter_context(mock.patch.dict(os.environ, keep | variables, clear=True))
         if "worker" in machine or "tpu" in machine:
             pytest.importorskip("requests")
+            if "8482" not in known:
+                pytest.skip("this version of JAX asks TPU VMs otherwise")
             monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
             jax.config.update("jax_platforms", machine.get("platforms", "tpu,cpu"))
             os.environ["GCE_METADATA_IP"] = "127.0.0.1:9"  # nobody listens
