@@ -304,7 +304,7 @@ def run_without_noise(words, folder, opened):
 def test_processes_decide_alike_about_the_batch(tmp_path):
     """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
     keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
-    keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24}
+    keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24, "auto_max_waste": 0.5}
     one, many = tmp_path / "one", tmp_path / "many"
     run(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12})
     for folder in (one, many):
