@@ -114,7 +114,7 @@ class Command(NamedTuple):
     script: str = ""
     unread: str = ""
     remark: str = ""
-    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    places: Mapping[str, tuple[str, int]] = MappingProxyType({})
     outer: tuple[str, ...] = ()
     tasks: str = ""
     cut: int = 0
