@@ -301,8 +301,8 @@ show(curves, (("C0", "-", 5), ("C1", "--", 3), ("C2", "-", 4), ("k", ":", 1.5), 
 # %% [markdown]
 # ## Stop and resume
 #
-# `Loop` adds checkpoints, a metrics file and a clean stop. Press the stop button of this notebook (or Ctrl-C, or kill
-# the job), and the run finishes its step and writes a checkpoint. Where it resumes follows from the plan and the step
+# `Loop` adds checkpoints, a metrics file and a clean stop: when a scheduler ends the job (SIGTERM), the run finishes its
+# step and writes a checkpoint. The stop button ends it at once. Where it resumes follows from the plan and the step
 # number. Here one run is not interrupted. Another is stopped in the middle of the ramp and started again.
 
 # %%
@@ -322,7 +322,7 @@ def run(name, stop_after=None):
 
     def on_event(event):
         if isinstance(event, StepDone) and event.step == stop_after:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
 
     state, pure_loss_fn = rampup.split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
     step = rampup.train_step(pure_loss_fn, tx, plan, mesh)
