@@ -61,7 +61,8 @@ FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 # it fails where `UNEXPECTED_SKIPS=fail`, as in `.ci/run`.
 EXPECTED_SKIPS = re.compile(
     r"(MaxText is (not )?installed|needs the package maxtext|Ray is not installed|libtpu|the TPU compiler is not installed"
-    r"|selenium|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not installed \(Debian: slurm|Slurm does not start here"
+    r"|selenium|Chromium is not installed|mpirun is not|JAX needs mpi4py|are not installed \(Debian: slurm"
+    r"|Slurm does not start here"
     r"|could not import '(tunix\.|maxtext)|the kernel offers no huge pages|not permitted here|network namespaces"
     r"|cannot use pinned_host memory|JAX has no callbacks in a manual function"
     r"|this (version of )?(JAX|Orbax|Optax|Flax) )"
