@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, NamedTuple, Self
 
+from rampup.batch_size.design_model import weighted_line
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.plan.numbers import exact_fraction, finite_or_none
 
@@ -329,12 +330,10 @@ def samples_for_gain(curve: Iterable[tuple[int, float]], consumed_samples: int, 
         >>> samples_for_gain(((n, 5 - 0.1 * math.log(n)) for n in range(100, 1001, 100)), 1000, gain=0.01)
         106
     """
-    points = [(math.log(n), loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
-    if len(points) < LEAST_EVALUATIONS:
+    second_half = [(n, loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
+    if len(second_half) < LEAST_EVALUATIONS:
         return 0
-    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    _, slope, _ = weighted_line([(math.log(n), loss, 1.0) for n, loss in second_half])
     # A slope that promises the gain only after a hundred times the samples promises nothing.
     return math.ceil(consumed_samples * math.expm1(gain / -slope)) if slope < 0 and gain / -slope < math.log(100) else 0
 
