@@ -29,8 +29,7 @@ ARGUMENTS = {
         "20 steps of the largest batch",
     ),
     "--tolerance": arg(
-        "NATS",
-        "loss by which a larger batch may be worse; by default a sixth of what the window gains, which is 20% more tokens",
+        "NATS", "loss by which a larger batch may be worse; by default a sixth of what the window gains: a fifth more tokens"
     ),
     "--work": arg("DIR", "folder from which an interrupted measurement resumes, RUN_DIR.critical by default"),
     **FAKE_DEVICES,

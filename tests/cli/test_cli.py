@@ -133,10 +133,11 @@ def test_help_and_version(capsys):
     assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(COMMANDS)
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == lines[1:]
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--help"])
-    assert caught.value.code == 0
-    assert "--fake-devices" in capsys.readouterr().out
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            main([name, "--help"])
+        assert caught.value.code == 0
+        assert "--json" in capsys.readouterr().out
 
 
 def test_rows_names_every_row(capsys):
