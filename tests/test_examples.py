@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from helpers.snippets import ROOT, generator, one_device
 
@@ -42,6 +43,18 @@ def test_examples_learn_and_a_ramp_is_one_executable(name):
     else:
         assert after["train_step"].jitted_fn._cache_size() == 1
         assert int(after["optimizer"].opt_state.gradient_step[...]) == 60
+
+
+@pytest.mark.notebooks
+@pytest.mark.parametrize(("name", "programs"), [("nanodo", 1), ("equinox_mlp", 1), ("batch_norm", 2), ("contrastive", 2)])
+def test_ports_have_the_same_losses(name, programs):
+    """A program gives rampup the batches that it has, and its losses stay, as do the running statistics of a normalization."""
+    before, after = run_both(f"ports/{name}")
+    np.testing.assert_allclose(after["losses"], before["losses"], rtol=1e-5)
+    assert [split.global_batch_size for split in after["plan"].splits] == [8, 32]
+    assert after["step"].num_compilations == programs
+    if name == "batch_norm":
+        np.testing.assert_allclose(after["model"].norm.var[...], before["model"].norm.var[...], rtol=1e-5)
 
 
 @pytest.mark.notebooks

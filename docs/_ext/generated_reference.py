@@ -26,6 +26,10 @@ PAIRS = {
     "flax/vit": "Vision transformer",
     "flax/lora": "LoRA",
     "flax/grpo": "GRPO",
+    "ports/nanodo": "A transformer in the style of nanodo",
+    "ports/batch_norm": "Batch normalization in NNX",
+    "ports/equinox_mlp": "An Equinox model",
+    "ports/contrastive": "A contrastive loss",
     "systems/maxtext_train": "MaxText",
     "systems/ray_train": "Ray Train",
 }
