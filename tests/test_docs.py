@@ -65,6 +65,20 @@ def test_settings_of_the_guide_on_rollouts_are_legal():
         build_rollout_schedule(load_rollout_config(ROOT / "configs" / "rl.yml", shlex.split(row)), 1)
 
 
+def test_sizes_of_the_guide_are_those_of_the_laws(capsys):
+    """What the guide says about a model of 7B parameters and 300B tokens is what the command prints."""
+    page = (DOCS / "guides" / "how_large_a_batch.md").read_text()
+    assert main(["suggest", "--train-tokens", "300B", "--params", "7B"]) == 0
+    printed = capsys.readouterr().out
+    (sizes,) = re.findall(r"^.* for 20% more tokens; optimal .*$", printed, re.MULTILINE)
+    assert f"\n{sizes}\n" in page
+    rates = re.findall(r"(Step Law|DeepSeek)\D*(0\.\d+) for (\d\.\d)M", page)
+    assert len(rates) == 2
+    for law, rate, batch in rates:
+        (row,) = re.findall(rf"^{law}.*  (\d\.\d+)M .*$", printed, re.MULTILINE)
+        assert (f"{float(row):.1f}", rate in printed) == (batch, True)
+
+
 def test_every_public_name_is_documented():
     """The API reference has every name of `rampup`, every error, and no name that does not exist."""
     errors = {
