@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rampup.batch_size.critical import critical_bound
 from rampup.batch_size.design_model import (
     DATA_EXPONENTS,
@@ -27,7 +29,7 @@ from rampup.batch_size.design_model import (
     loss_slope,
     noise_curves,
 )
-from rampup.batch_size.noise_scale import NoiseScale
+from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale, fieller
 from rampup.config.build import build_plan
 from rampup.config.load import load_config
 from rampup.config.schema import IDENTITY_KEYS, Config
@@ -56,6 +58,9 @@ LEAST_BIN = 16
 OPEN_RATIO = 2.64
 # The largest ratio of the ends of an interval at which an octave of samples still has its own noise scale.
 PRECISE = 4.0
+# The same for the first and the last step, and the shares of a run that their lines go through, the first one that is precise.
+END_PRECISE = 8.0
+FIRST_SHARES, LAST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2), (1 / 4, 1 / 2, 1.0)
 # A half-life with which no step of an average fades.
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
@@ -393,10 +398,11 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
 
 
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
-    """Return the noise scale in every octave of a run's samples, from the averages of S and G2 in it.
+    """Return the noise scale at the first step of a run, in every octave of its samples, and at its last step.
 
-    All steps of an octave count. Those in which the running estimate has a value are those in which G2 came out large, so their
-    noise scale is too small.
+    An octave has the averages of S and G2 in it. All its steps count. Those in which the running estimate has a value are those
+    in which G2 came out large, so their noise scale is too small. If the noise scale grows, it is smaller at the first step
+    than in any octave, and larger at the last one: those two have lines through S and G2.
     """
 
     def average(steps: Steps) -> NoiseScale:
@@ -434,19 +440,54 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
         parts = list(group)
         bins += parts if precise else [list(itertools.chain(*parts))]
     points = []
-    for steps in bins:
+    for steps in filter(None, bins):
         noise = average(steps)
-        found = noise.in_samples
-        if not found.low:
-            continue
-        # The interval is open if 0 is in that of G2. The ratio is a number all the same unless G2 is below its standard error.
-        value = found.value or found.low
-        if found.value is None and noise.squared_norm > 0:
-            ratio = noise.trace / noise.squared_norm * noise.samples_per_weight
-            value = ratio if ratio < OPEN_RATIO * found.low else found.low
         samples, batch = (sum(line[key] for line, _ in steps) / len(steps) for key in COUNTS)
-        points.append(NoisePoint(samples, batch, value, found.low, math.inf if found.high is None else found.high))
-    return points
+        points.append(_point(samples, batch, noise.in_samples, noise.trace * noise.samples_per_weight, noise.squared_norm))
+    steps = list(itertools.chain(*octaves))
+    if len(steps) >= LEAST_BIN:
+        points = [_end_point(steps, FIRST_SHARES), *points, _end_point(steps[::-1], LAST_SHARES)]
+    return [point for point in points if point.low]
+
+
+def _point(samples: float, batch: float, found: NoiseEstimate, trace: float, squared_norm: float) -> NoisePoint:
+    """Return an estimate of the noise scale as a point. Its S is that of a sample."""
+    low = found.low or 0.0
+    # The interval is open if 0 is in that of G2. The ratio is a number all the same unless G2 is below its standard error.
+    value = found.value or low
+    if found.value is None and squared_norm > 0 and trace < OPEN_RATIO * low * squared_norm:
+        value = trace / squared_norm
+    return NoisePoint(samples, batch, value, low, math.inf if found.high is None else found.high)
+
+
+def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
+    """Return the noise scale at the first of the steps, by least-squares lines through their S and through their G2.
+
+    Backwards, the first step is the last one of the run. The lines go through the first share of the run that gives a precise
+    interval. They are straight over the samples at the start, and over their logarithm at the end. The interval is Fieller's,
+    with variances from the residuals (HC3 of MacKinnon and White 1985).
+    """
+    rows = [[line[key] for key in (*COUNTS, SQUARED_NORM)] + [line[TRACE] * rate] for line, rate in steps]
+    samples, sizes, norms, traces = np.array(rows, float).T
+    ages, distances = samples / samples[0], abs(samples - samples[0])
+    places = ages - 1 if ages[-1] > 1 else np.log(ages)
+    for share in shares:
+        part = distances <= max(share * samples.max(), distances[LEAST_BIN - 1])
+        x, w = places[part], sizes[part]
+        total = w.sum()
+        apart = x - w @ x / total
+        squares = w @ apart**2
+        # How far a step moves the line at the first one, and the share of its error that its residual keeps.
+        pulls = w / total + w * apart[0] * apart / squares
+        kept = 1 - w / total - w * apart**2 / squares
+        ends = [float(pulls @ y) for y in (traces[part], norms[part])]
+        slopes = [float(w * apart @ y) / squares for y in (traces[part], norms[part])]
+        errors = [pulls / kept * (y[part] - end - k * x) for y, end, k in zip((traces, norms), ends, slopes, strict=True)]
+        moments = [float(one @ other) for one, other in ((errors[0],) * 2, (errors[1],) * 2, errors)]
+        found = fieller(*ends, *moments, max(float(total**2 / (w @ w)) - 2, 1.0))
+        if found.low and found.high is not None and found.high <= END_PRECISE * found.low:
+            break
+    return _point(float(samples[0]), float(w.mean()), found, *ends)
 
 
 def _candidates(
