@@ -277,6 +277,7 @@ class _Reader:
         self.depth = 0
         self.why = _Why()  # of the last unknown condition
         self.left: list[_Left] = []
+        self.loops = 0  # those around this command in its function: without one, `break` does nothing
         self.assumed = False  # whether the last status is that of a program, which is taken to succeed
 
     # Control flow.
@@ -416,13 +417,10 @@ class _Reader:
                 self.functions[node.words[0]] = node.parts[0]
             case "if" | "case":
                 self.choose(node)
-            case "for":
-                self.loop(node, self.words_step(node))
-            case "count":
-                self.arithmetic(node.words[0])
-                self.loop(node, self.count_step(node))
             case _:
-                self.loop(node, partial(self.while_step, node))
+                step = {"for": self.words_step, "count": self.count_step}.get(node.kind, partial(partial, self.while_step))(node)
+                with self.changed(loops=self.loops + 1):
+                    self.loop(node, step)
         return True
 
     def choose(self, node: Node) -> None:
@@ -516,6 +514,7 @@ class _Reader:
 
     def count_step(self, node: Node) -> Callable[[], bool | None]:
         """Return the step of `for ((first; condition; next))`."""
+        self.arithmetic(node.words[0])
         numbers = itertools.count()
 
         def step() -> bool | None:
@@ -586,22 +585,30 @@ class _Reader:
         """Call a function; return its status."""
         if self.depth >= MAX_NESTING:
             return None
-        before, outer = self.env["@"], self.left
-        self.env["@"] = [self.zero, *words[1:]]
-        self.left = []
-        status: bool | None
+        with self.changed(depth=self.depth + 1, asks=False, loops=0):
+            return self.call(lambda: self.node(self.functions[words[0]]), [self.zero, *words[1:]])
+
+    def call(self, body: Callable[[], bool | None], arguments: list[str] | None) -> bool | None:
+        """Evaluate a function or a sourced script, which `return` ends; return its status. None shares the arguments."""
+        before, outer, self.left = self.env["@"], self.left, []
+        self.env["@"] = before if arguments is None else arguments
+        status: bool | None = None
+        end: _Stop | None = None
         try:
-            with self.changed(depth=self.depth + 1, asks=False):
-                status = self.node(self.functions[words[0]])
+            status = body()
         except _Stop as stop:
-            if stop.name != "return":
-                raise
+            end = stop if stop.name != "return" else None
             status = None if stop.level < 0 else not stop.level
         finally:
             returned = self.take_left("return")
             self.left = [*outer, *self.left]
-            self.join_left(returned)
-            self.env["@"] = before
+        if end and returned:  # a branch goes on behind the call
+            self.left += [] if end.is_check else [_Left(end.name, end.level, self.env, returned[0].why)]
+            self.env = returned[0].env
+        self.join_left(returned)
+        self.env["@"] = self.env["@"] if arguments is None else before
+        if end and not returned:
+            raise end
         return None if returned else status
 
     def builtin(self, words: list[str], node: Node, values: dict[str, str]) -> bool | None:
@@ -610,7 +617,10 @@ class _Reader:
         match name:
             case "exit" | "return" | "break" | "continue":
                 level = int(rest[0]) if rest and rest[0].isdecimal() and len(rest[0]) < 4 else -1 if name == "return" else 1
-                raise _Stop(name, level)
+                if name in ("exit", "return"):
+                    raise _Stop(name, level)
+                if self.loops:
+                    raise _Stop(name, min(level, self.loops))
             case "set":
                 self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
                 if "--" in rest or (rest and rest[0][0] not in "-+"):
@@ -813,27 +823,12 @@ class _Reader:
                 self.spent.launches[start] = self.spent.launches.get(start, 0) + launches
                 return True
             with self.changed(**changes):
-                self.source(text, arguments)
+                return self.call(lambda: self.script(text, None), [self.zero, *arguments] if arguments else None)
         except (ValueError, IndexError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"{path}: cannot read the shell script: {error}"
             self.commands[number:] = [command._replace(unread=reason)]
             return None if sourced else True
         return True
-
-    def source(self, text: str, arguments: list[str]) -> None:
-        """Evaluate a sourced script, with arguments of its own or with those that are there."""
-        before, outer, self.left = self.env["@"], self.left, []
-        if arguments:
-            self.env["@"] = [self.zero, *arguments]
-        try:
-            self.script(text, None)
-        except _Stop as stop:
-            if stop.name != "return":
-                raise
-        self.join_left(self.take_left("return"))
-        self.left = [*outer, *self.left]
-        if arguments:
-            self.env["@"] = before
 
     def find_file(self, word: str) -> tuple[str, str, str]:
         """Return the file of a script that is started or sourced, the folder where it runs, and a remark on how it was found.

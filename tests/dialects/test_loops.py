@@ -120,6 +120,8 @@ OPEN = [
     ("for i in 1 2; do for N in 3 4; do if [ -f x ]; then break 2; fi; done; N=5; done", WHETHER.format("[ -f x ]")),
     ("f() { N=1; if [ -f x ]; then return; fi; N=2; }; f", WHETHER.format("[ -f x ]")),
     ("f() { N=1; if [ ! -f x ]; then echo no; return 1; fi; N=2; }; f", "2"),
+    ("f() { N=1; if [ -f x ]; then return; fi; N=2; exit 1; }; f", "1"),
+    ("for N in 1 2 4; do if [ -f x ]; then M=1; break; fi; source ./exits.sh; done", WHETHER.format("[ -f x ]")),
     ("set -- 1 2; if [ -f x ]; then shift; fi; N=$1", WHETHER.format("[ -f x ]")),
     ("set -- -n 2; while getopts $(x) o; do N=$OPTARG; done", "depends on it"),
     ("N=4; while [[ $# -gt 0 ]]; do case $1 in -n) N=$2; shift 2;; esac; done", "4"),

@@ -76,6 +76,12 @@ FAMILIES = {
         {"x.sh": 'run "$A" $#\nA="2 3"; N=${1:-}.\nf() { run f "$@"; }\nreturn\nrun never'}),
     "sourced with arguments": (
         "set -- 8 9\n. ./x.sh 7\nrun $#\n. ./x.sh\nrun $#", {"x.sh": 'run "$@"\nif [ $1 = 8 ]; then set -- 1 2 3; fi'}),
+    "sourced exit": ("run 1\nsource ./x.sh\nrun never", {"x.sh": "run 2\nexit 0"}),
+    "sourced break": (
+        "for i in 1 2 3; do run $i; . ./x.sh 7; run after $1; done; run $i $#\nbreak\nf() { . ./x.sh; run f; }\n"
+        "for i in 1 2 3 4; do f; run $i; done; run $i",
+        {"x.sh": "if [ $i = 1 ]; then continue; fi; break"}),
+    "break of too many": ("for i in 1 2; do for j in 1 2; do [ $j = 2 ] && break 7; run $j; done; run never; done; run $i $j", {}),
     "sourced elsewhere": (
         'source sub/x.sh\nrun "$N"',
         {"sub/x.sh": 'source "$(dirname "${BASH_SOURCE[0]}")/y.sh"',
