@@ -15,9 +15,10 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from rampup.config.load import BASE
+from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.dialects.convert import PretrainingJob
+from rampup.dialects.known import load_known_keys, with_lines
 from rampup.dialects.reading import (
     Bases,
     Entry,
@@ -31,7 +32,7 @@ from rampup.dialects.reading import (
     read_source,
     type_settings,
 )
-from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
+from rampup.dialects.rules import Dialect, Job, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -151,6 +152,7 @@ LAUNCH = Launch(
     canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
     version="August 2026",
+    keys="maxtext",
 )
 
 
@@ -176,9 +178,10 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         name = name or (place.value if isinstance(place.value, str) else "")
     # Upper files win over those from which they start. The last one may be one that MaxText ships.
     shipped = ""
+    own_bases: dict[str, Located] = {}
     while name.strip():
-        file = folder / name
-        if unknown_names(name) or not os.path.isfile(file):
+        file = next((file for file in (folder / name, *_copies(name, reading.path)) if os.path.isfile(file)), None)
+        if file is None:
             # The file of MaxText's configs that the path ends with, or else one of its name.
             parts = PurePosixPath(show_unknown(name)).parts
             ends = ["/".join(parts[first:]) for first in range(len(parts))]
@@ -193,8 +196,11 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         below = read_source(file, (), launch).rename(launch.canonical)
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
+        own_bases |= below.leaves
         leaves = {**below.leaves, **leaves}
 
+    answered = {setting.partition("=")[0] for setting in reading.overrides}
+    looked_up = {key: value for key, value in reading.leaves.items() if key not in {BASE, *launch.entries, *own_bases, *answered}}
     leaves, model_notes = _read_model(reading, leaves, launch)
     reading = dataclasses.replace(
         reading,
@@ -204,11 +210,44 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         recognized=reading.recognized or bool(shipped),
     )
     defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults)
+    known_keys = load_known_keys(launch.keys)
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults, known_keys=known_keys)
+    settings = dataclasses.replace(settings, looked_up=looked_up)
+    if len(seen) > 1 and reading.command is not None:
+        settings = dataclasses.replace(settings, notes=(*settings.notes, f"{', '.join(seen[1:])}: its base file, which is read."))
     if shipped in ("", "base.yml"):
         return settings
     note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
     return dataclasses.replace(settings, notes=(*settings.notes, note))
+
+
+def _copies(name: str, path: str) -> list[Path]:
+    """Return where a base file of a command may be in its repository, as far as its path is that of this machine."""
+    parts = PurePosixPath(show_unknown(name).rpartition("$")[2].partition("/")[2] if unknown_names(name) else name).parts
+    parts = tuple(part for part in parts if part != "/")
+    ends = range(max(len(parts) - 1, 1)) if path != COMMAND_LINE else ()
+    return [file for first in ends for file in find_in_repository(path, "/".join(parts[first:])) if ".." not in parts]
+
+
+def unknown_keys(job: Job) -> list[str]:
+    """Return the keys that no version of MaxText has, with their lines."""
+    known = load_known_keys(LAUNCH.keys)
+    return with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None})
+
+
+def known_keys(system: str, key: str) -> Rule[Any]:
+    """Return the rule that MaxText has all keys that are not in a base file of a fork."""
+    return Rule(name=f"{system}.known_keys", keys=(key,), holds=lambda job: not unknown_keys(job), candidates=lambda _: None,
+        message=lambda job: (
+            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration. For a fork "
+            f"with keys of its own, name its base file with {BASE}=..., or give one of them on rampup's command line as well"
+        ))  # fmt: skip
+
+
+def old_keys(job: Job) -> Iterator[str]:
+    """Yield a note about keys that only older versions of MaxText have."""
+    if old := [name for name in job.settings.looked_up if load_known_keys(LAUNCH.keys).life(name) == (1, 1)]:
+        yield f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a newer one refuses them."
 
 
 def _read_slices(command: Command | None) -> dict[str, Located]:
@@ -516,6 +555,7 @@ def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
 
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
+    yield from old_keys(job)
     if job.assumes_one_slice:
         yield (
             f"dcn_data_parallelism=-1 leaves the number of slices open: one of {job.num_devices:,} devices is assumed, and the "
@@ -652,6 +692,7 @@ def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
 
 
 RULES: list[Rule[MaxTextJob]] = [
+    known_keys("maxtext", END),
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
     Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",

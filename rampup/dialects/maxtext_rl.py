@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from rampup.dialects.maxtext import AXIS_GROUPS, BASES, read_chain
+from rampup.dialects.maxtext import AXIS_GROUPS, BASES, known_keys, old_keys, read_chain
 from rampup.dialects.reading import Entry, Launch, Settings, entry
 from rampup.dialects.rollout import RolloutJob
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
@@ -74,6 +74,7 @@ LAUNCH = Launch(
     canonical=lambda name: ALIASES.get(name, name),
     bases=BASES,
     version="August 2026",
+    keys="maxtext",
 )
 
 
@@ -197,6 +198,7 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
+    yield from old_keys(job)
     if job["num_prompts"] is None:
         yield f"the data set is assumed to have at least {job.wanted_prompts:,} prompts; give num_prompts=N if it has fewer"
     elif job.epoch_prompts < job.wanted_prompts:
@@ -248,6 +250,7 @@ def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
 
 
 RULES: list[Rule[MaxTextRlJob]] = [
+    known_keys("maxtext_rl", BATCH),
     *[at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least)
       for key, least in {BATCH: 1, "num_batches": 1, "num_epoch": 1, ITERATIONS: 1, GENERATIONS: 2}.items()],
     Rule(name="maxtext_rl.older_name", keys=(OLD,), holds=lambda job: job[OLD] is None, candidates=lambda job: [None],

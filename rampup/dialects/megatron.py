@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.known import find_open_forks, load_known_keys
+from rampup.dialects.known import find_open_forks, load_known_keys, with_lines
 from rampup.dialects.reading import (
     Entry,
     Launch,
@@ -166,8 +166,18 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
     written = {name: value for name, value in located.items() if name not in KEYS and name not in overridden}
     decides = _SIZES if command is not None else _LAYOUTS
-    raise_together(list(find_open_forks(written, load_known_keys("megatron"), (), "Megatron-LM", decides)))
-    return type_settings(reading, entries, system="Megatron")
+    known_keys = load_known_keys("megatron")
+    raise_together(list(find_open_forks(written, known_keys, (), "Megatron-LM", decides)))
+    settings = type_settings(reading, entries, system="Megatron")
+    return dataclasses.replace(settings, looked_up=_program_options(command, written))
+
+
+def _program_options(command: Command | None, written: Mapping[str, Located]) -> dict[str, Located]:
+    """Return the options that stand behind the program of a command, and not before it."""
+    words = () if command is None else command.words
+    start = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    own = {canonical(word.partition("=")[0]) for word in words[start:] if word.startswith("--")}
+    return {name: place for name, place in written.items() if name in own}
 
 
 def canonical(name: str) -> str:
@@ -627,6 +637,12 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:
+    known = load_known_keys("megatron")
+    if foreign := with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None}):
+        yield (
+            f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}: this is for a fork or another "
+            "version. They are taken as options that change no size"
+        )
     is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if job.has_schedule:
         kept = [entry.text for entry in job.thresholds]

@@ -398,7 +398,9 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     texts = [text * is_file, *map(read_text, started)]
     # Slurm's variables count where the script does not name them.
     variables = {name for name in given if name.startswith("SLURM_") or any(re.search(rf"\b{name}\b", text) for text in texts)}
-    return _choose(commands, [item for item in overrides if item.partition("=")[0] not in variables], launch, path, strict)
+    reading = _choose(commands, overrides, launch, path, strict)
+    kept = [item for item in overrides if (name := item.partition("=")[0]) not in variables or name in reading.leaves]
+    return dataclasses.replace(reading, overrides=kept)
 
 
 def option(command: Command | None, *names: str) -> str | None:

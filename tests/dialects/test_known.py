@@ -63,6 +63,35 @@ def test_options_and_programs_of_megatron_forks_are_questions(tmp_path):
     assert check_file(path, "megatron", ["enable_hetero=null"]).ok
 
 
+def test_other_options_of_megatron_forks_are_named():
+    """An option that is no size is named, unless it is one of the launcher before the program."""
+    words = [*MEGATRON[:3], "--rdzv_backend", "c10d", *MEGATRON[3:], "--no-such-thing", "2", "--swiglu"]
+    expect(check_command(words, "megatron"), ok=True, note="does not have, such as no_such_thing:")
+    assert not any("does not have" in note for note in check_command([*MEGATRON, "--swiglu"], "megatron").notes)
+
+
+def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
+    """A key of no version is rejected with its line, one of older versions noted, and one like a size asked for."""
+    command = "python3 -m MaxText.train MaxText/configs/base.yml num_target_devices=8"
+    expect(check_command([*command.split(), "enable_profiler=true"], "maxtext"), ok=True, note="only MaxText before August 2026")
+    with pytest.raises(ConfigError, match=r"unknown, a fork: n_samples=4 is a key of no version of MaxText"):
+        check_command([*command.split(), "n_samples=4"], "maxtext")
+    path = tmp_path / "scripts" / "run.sh"
+    path.parent.mkdir()
+    path.write_text(f"true\n{command} no_such_thing=1")
+    found = check_file(path, "maxtext")
+    assert (rules(found), found.validator) == (["known_keys"], "rejects")
+    assert "no_such_thing (line 2) must be left out" in found.violations[0].message
+    assert check_file(path, "maxtext", ["no_such_thing=1"]).ok
+    base = tmp_path / "MaxText" / "configs" / "base.yml"
+    base.parent.mkdir(parents=True)
+    base.write_text("per_device_batch_size: 3\nno_such_thing: 0\n")
+    expect(check_file(path, "maxtext"), ok=True, global_batch_size_to_train_on=24, note="MaxText/configs/base.yml: its base file")
+    rl = ["python3", "-m", "maxtext.trainers.post_train.rl.train_rl", "rl.yml", "batch_size=4", "num_target_devices=4"]
+    assert check_command(rl, "maxtext_rl").ok
+    assert rules(check_command([*rl, "no_such_thing=1"], "maxtext_rl")) == ["known_keys"]
+
+
 def test_model_files_of_maxtext_forks_are_read_or_named(tmp_path):
     """The file of a model is read above base.yml if it is there; otherwise a model that MaxText does not have is named."""
     command = "python3 -m MaxText.train configs/base.yml model_name=omni num_target_devices=8"
