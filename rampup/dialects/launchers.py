@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import yaml
@@ -94,11 +94,24 @@ def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
             yield name, value if equals else following
 
 
+class Machine(NamedTuple):
+    """The devices that a manifest asks for, and the TPU slices in which they are; 0 if it does not say."""
+
+    devices: int = 0
+    slices: int = 0
+
+
 class Container(NamedTuple):
-    """The command of a container as a script."""
+    """The command of a container as a script, and the machine of all containers of its manifest."""
 
     script: str
     line: int
+    machine: Machine = Machine()
+
+
+_Entries = Mapping[str, yaml.Node]
+_DEVICES = re.compile(r"(?:nvidia|amd)\.com/gpu|google\.com/tpu")
+_ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
 
 
 def find_containers(text: str) -> list[Container]:
@@ -106,36 +119,87 @@ def find_containers(text: str) -> list[Container]:
 
     Example:
         >>> text = "apiVersion: v1\nkind: Pod\nspec:\n  containers:\n  - command: [run, a b]\n    args: [$(N)]\n"
-        >>> find_containers(text + "    env: [{name: N, value: 4}]")
-        [Container(script="export N=4\nrun 'a b' 4", line=5)]
+        >>> find_containers(text + "    env: [{name: N, value: 4}]\n    resources: {limits: {nvidia.com/gpu: 8}}")
+        [Container(script="export N=4\nrun 'a b' 4", line=5, machine=Machine(devices=8, slices=1))]
     """
     if not _MANIFEST.search(text):
         return []
+    found: list[Container] = []
     try:
-        roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
-        return [found for root in roots if root is not None for found in _walk(root, set())]
+        for root in yaml.compose_all(text, Loader=yaml.SafeLoader):
+            rows = [] if root is None else list(_walk(root, (), set()))
+            machines = [machine for _, machine in rows if machine is not None]
+            is_known = all(machine.devices for machine in machines)
+            devices = sum(machine.devices for machine in machines) if is_known else 0
+            machine = Machine(devices, max((machine.slices for machine in machines), default=0) if is_known else 0)
+            found += [container._replace(machine=machine) for container, _ in rows if container is not None]
     except (yaml.YAMLError, RecursionError):
         return []
+    return found
 
 
-def _walk(node: yaml.Node, seen: set[int]) -> Iterator[Container]:
+def _walk(node: yaml.Node, above: tuple[_Entries, ...], seen: set[int]) -> Iterator[tuple[Container | None, Machine | None]]:
+    """Yield the command and the devices of each container, below the mappings `above`."""
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
-        entries = {key.value: value for key, value in node.value if isinstance(key.value, str)}
+        entries = _entries(node)
         parts = [entries[name] for name in ("command", "args") if name in entries]
         words = [item.value for part in parts for item in _items(part) if isinstance(item.value, str)]
+        container = None
         if words:
             variables = dict(_read_variables(entries.get("env")))
             words = [re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word) for word in words]
             exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
             # A single word is a line of a shell.
             script = words[0] if len(words) == 1 and any(map(str.isspace, words[0])) else shlex.join(words)
-            yield Container(exports + script, parts[0].start_mark.line + 1)
+            container = Container(exports + script, parts[0].start_mark.line + 1)
+        machine = _read_machine(entries, above)
+        if container or machine:
+            yield container, machine
+        above = (*above, entries)
     for child in (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)) if part is not None):
         if isinstance(child, yaml.CollectionNode):
-            yield from _walk(child, seen)
+            yield from _walk(child, above, seen)
+
+
+def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | None:
+    """Return the devices of a container, or of a pool of Vertex, in all copies of it; None if it asks for none.
+
+    A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip of TPU7x counts two devices.
+    """
+    resources = _entries(entries.get("resources"))
+    asked = [
+        value
+        for part in ("limits", "requests")
+        for name, value in _entries(resources.get(part)).items()
+        if _DEVICES.fullmatch(name)
+    ]
+    pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
+    asked += [value for name, value in pool.items() if name in ("acceleratorCount", "accelerator_count")]
+    if not asked:
+        return None
+    pods = replicas = chip = 1
+    for level in (*above, entries):
+        for name in ("replicas", "replicaCount", "replica_count"):
+            replicas *= _number(level[name]) if name in level else 1
+        if "parallelism" in level:
+            completions = _number(level["completions"]) if "completions" in level else 0
+            pods *= min(_number(level["parallelism"]), completions or _number(level["parallelism"]))
+        accelerator = _entries(level.get("nodeSelector")).get(_ACCELERATOR)
+        chip = 2 if accelerator is not None and str(accelerator.value).startswith("tpu7") else chip
+    return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
+
+
+def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
+    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+    return {key.value: value for key, value in pairs if isinstance(key.value, str)}
+
+
+def _number(node: yaml.Node) -> int:
+    """Return a whole number; 0 for what a template leaves open."""
+    return int(node.value) if isinstance(node.value, str) and node.value.isdecimal() and len(node.value) < 10 else 0
 
 
 def _items(node: yaml.Node) -> list[yaml.Node]:

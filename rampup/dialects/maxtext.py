@@ -251,7 +251,10 @@ def old_keys(job: Job) -> Iterator[str]:
 
 
 def _read_slices(command: Command | None) -> dict[str, Located]:
-    """Return the devices and slices that xpk gives to the command in its quotes; none if it does not say them."""
+    """Return the devices and slices that a manifest, or xpk, gives to the command in its quotes; none if it does not say them."""
+    if command is not None and command.machine.devices:
+        devices, slices = command.machine
+        return {"num_devices": command.locate(devices), **({"num_slices": command.locate(slices)} if slices > 1 else {})}
     outer = None if command is None else command._replace(words=command.outer)
     machine = option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type") or ""
     slices = option(outer, "--num-slices", "--num_slices") or "1"

@@ -155,6 +155,13 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         is_launched = any(map(_LAUNCHER.search, command.words))
         tasks: Any = int(command.tasks) if command.tasks.isdecimal() else command.tasks
         located |= {} if is_launched else {"world_size": command.locate(tasks)}
+    is_sized = {"nnodes", "nproc_per_node"} <= located.keys() and not any(
+        unknown_names(str(located[name].value)) for name in ("nnodes", "nproc_per_node")
+    )
+    if command is not None and command.machine.devices and not is_sized and not _DEVICES_GIVEN.intersection(overridden):
+        # What the command leaves open, the cluster tells each pod.
+        located = {name: value for name, value in located.items() if name not in _DEVICES}
+        located.setdefault("world_size", command.locate(command.machine.devices))
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}

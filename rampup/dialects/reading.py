@@ -20,7 +20,7 @@ from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys
-from rampup.dialects.launchers import find_containers
+from rampup.dialects.launchers import Machine, find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
@@ -387,11 +387,10 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
         return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
     settings = [setting.partition("=") for setting in overrides]
     given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
-    scripts: list[tuple[str, int | None]] = [(row.script, row.line) for row in containers]
-    scripts = scripts or [(text, None if is_file else 0)]
+    scripts = [(row.script, row.line, row.machine) for row in containers] or [(text, None if is_file else 0, Machine())]
     commands = [
-        command
-        for script, line in scripts
+        command._replace(machine=machine)
+        for script, line, machine in scripts
         for command in read_commands(script, path, given, launch.program, relevant=launch.relevant, line=line)
     ]
     started = {row.script for row in commands if given and row.script and not row.unread}
@@ -465,6 +464,8 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         others = [f"{line} of {file}" if file else str(line) for file, line in rows]
         also = f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(others)}" if others else ""
         notes.append(f"read from {here}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}")
+    if command.machine.devices:
+        notes.append(f"the manifest asks for {command.machine.devices:,} devices.")
     notes += _command_notes(command)
     notes += dict.fromkeys(f"{row.remark}." for row in commands if row.remark)
     notes += dict.fromkeys(f"{row.unread}; what it sets or starts is not read." for row in unread)

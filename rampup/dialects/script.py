@@ -46,7 +46,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
-from rampup.dialects.launchers import count_tasks, read_header, read_options
+from rampup.dialects.launchers import Machine, count_tasks, read_header, read_options
 from rampup.dialects.shell_expressions import VARIABLE, Test, apply_sign, compile_expression, to_number
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
 from rampup.dialects.shell_tools import Option, next_option, print_output, split_fields
@@ -104,6 +104,7 @@ class Command(NamedTuple):
         places: file and line of the arguments with which its own script was started.
         outer: the words of the command in whose quotes it stands.
         tasks: how many processes run it, by Slurm or MPI; empty if nothing says so.
+        machine: the devices that the manifest around it asks for.
         cut: the line in which a backslash before a comment or a blank ends it, though more seems to follow.
         skipped: the condition under which it would run, though it does not.
     """
@@ -117,6 +118,7 @@ class Command(NamedTuple):
     places: Mapping[str, tuple[str, int]] = MappingProxyType({})
     outer: tuple[str, ...] = ()
     tasks: str = ""
+    machine: Machine = Machine()
     cut: int = 0
     skipped: str = ""
 

@@ -37,6 +37,17 @@ kind: PyTorchJob
 spec: {containers: [{command: [torchrun, --nproc_per_node=8], env: [{name: MBS, value: 4}],
   args: [pretrain_gpt.py, --micro-batch-size, $(MBS), --global-batch-size, "64"]}]}
 """
+GPUS = TORCH_JOB.replace("spec: {cont", "spec: {parallelism: 4, completions: 4, cont").replace(
+    "[{command", "[{resources: {limits: {nvidia.com/gpu: 8}}, command"
+).replace('"64"', '"128"')
+TPUS = JOB.replace("  - template:", "  - replicas: 2\n    template:").replace(
+    "        containers:", "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:"
+).replace("          env", "          resources: {limits: {google.com/tpu: 4}}\n          env")
+ROLES = """apiVersion: kubeflow.org/v1
+spec:
+  Master: {replicas: 1, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}, command: [bash, -c, "torchrun --nnodes $PET_NNODES %s"]}]}}
+  Worker: {replicas: 3, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}}]}}
+""" % GPT
 VERTEX = '{"jobSpec": {"workerPoolSpecs": [{"containerSpec": {"command": ["sh", "-c", "' + MAXTEXT + '"]}}]}}'
 # The system, its file and those beside it, the settings, and what the verdict is, or the error.
 FILES = {
@@ -63,6 +74,11 @@ FILES = {
     "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 16}),
     "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 10"}),
     "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
+    "GPUs of a Job": ("megatron", GPUS, {}, [], {"num_devices": 32, "num_microbatches": [1], "note": "the manifest asks for 32 devices"}),
+    "GPUs that are open": ("megatron", GPUS.replace("8}}", "'${GPUS}'}}"), {}, [], {"num_devices": 8, "num_microbatches": [4]}),
+    "TPUs of a JobSet": ("maxtext", TPUS, {}, [], {LOADED: 256, "num_devices": 64}),
+    "TPUs that are open": ("maxtext", TPUS.replace("parallelism: 4", "parallelism: '${VMS}'"), {}, [], "add num_devices=N"),
+    "GPUs of roles": ("megatron", ROLES, {}, [], {"num_devices": 32, "data_parallel_size": 16}),
     "Vertex": ("maxtext", VERTEX, {}, ["num_devices=8"], {LOADED: 16}),
     "another root": ("skyrl", f"ROOT=/lustre/me/project\nsource $ROOT/conf/sizes.sh\n. ${{HERE}}/more.sh\n{SKYRL} generator.n_samples_per_prompt=$N$M",
         {"conf/sizes.sh": "N=1", "more.sh": "M=6"}, [], {"samples_per_step": 512, "note": ["/lustre/me/project/conf/sizes.sh is read as", "$HERE/more.sh is read as"]}),
