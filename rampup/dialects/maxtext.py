@@ -200,7 +200,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         leaves = {**below.leaves, **leaves}
 
     answered = {setting.partition("=")[0] for setting in reading.overrides}
-    looked_up = {key: value for key, value in reading.leaves.items() if key not in {BASE, *launch.entries, *own_bases, *answered}}
+    answered |= {BASE, *launch.entries, *own_bases}
+    looked_up = {key: value for key, value in reading.leaves.items() if key not in answered}
     leaves, model_notes = _read_model(reading, leaves, launch)
     reading = dataclasses.replace(
         reading,
@@ -214,7 +215,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults, known_keys=known_keys)
     settings = dataclasses.replace(settings, looked_up=looked_up)
     if len(seen) > 1 and reading.command is not None:
-        settings = dataclasses.replace(settings, notes=(*settings.notes, f"{', '.join(seen[1:])}: its base file, which is read."))
+        named = f"{', '.join(seen[1:])}: its base file, which is read."
+        settings = dataclasses.replace(settings, notes=(*settings.notes, named))
     if shipped in ("", "base.yml"):
         return settings
     note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
@@ -239,8 +241,8 @@ def known_keys(system: str, key: str) -> Rule[Any]:
     """Return the rule that MaxText has all keys that are not in a base file of a fork."""
     return Rule(name=f"{system}.known_keys", keys=(key,), holds=lambda job: not unknown_keys(job), candidates=lambda _: None,
         message=lambda job: (
-            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration. For a fork "
-            f"with keys of its own, name its base file with {BASE}=..., or give one of them on rampup's command line as well"
+            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration. For a "
+            f"fork with keys of its own, name its base file with {BASE}=..., or give them on rampup's command line as well"
         ))  # fmt: skip
 
 
@@ -251,7 +253,7 @@ def old_keys(job: Job) -> Iterator[str]:
 
 
 def _read_slices(command: Command | None) -> dict[str, Located]:
-    """Return the devices and slices that a manifest, or xpk, gives to the command in its quotes; none if it does not say them."""
+    """Return the devices and slices that a manifest, or xpk, gives to a command; none if it does not say them."""
     if command is not None and command.machine.devices:
         devices, slices = command.machine
         return {"num_devices": command.locate(devices), **({"num_slices": command.locate(slices)} if slices > 1 else {})}

@@ -647,8 +647,8 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     known = load_known_keys("megatron")
     if foreign := with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None}):
         yield (
-            f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}: this is for a fork or another "
-            "version. They are taken as options that change no size"
+            f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}: this is for a fork or "
+            "another version. They are taken as options that change no size"
         )
     is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if job.has_schedule:

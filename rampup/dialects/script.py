@@ -40,7 +40,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -420,9 +419,9 @@ class _Reader:
             case "if" | "case":
                 self.choose(node)
             case _:
-                step = {"for": self.words_step, "count": self.count_step}.get(node.kind, partial(partial, self.while_step))(node)
+                steps = {"for": self.words_step, "count": self.count_step}
                 with self.changed(loops=self.loops + 1):
-                    self.loop(node, step)
+                    self.loop(node, steps.get(node.kind, self.while_step)(node))
         return True
 
     def choose(self, node: Node) -> None:
@@ -530,11 +529,15 @@ class _Reader:
 
         return step
 
-    def while_step(self, node: Node) -> bool | None:
-        """Prepare a pass of `while` or `until`. Where no arguments are given, a loop over them does nothing."""
-        with self.changed(asks=False):
-            status = self.condition(node.parts[0])
-        return status if status is None else status is not (node.kind == "until")
+    def while_step(self, node: Node) -> Callable[[], bool | None]:
+        """Return the step of `while` or `until`. Where no arguments are given, a loop over them does nothing."""
+
+        def step() -> bool | None:
+            with self.changed(asks=False):
+                status = self.condition(node.parts[0])
+            return status if status is None else status is not (node.kind == "until")
+
+        return step
 
     # Commands.
 

@@ -73,7 +73,8 @@ def test_other_options_of_megatron_forks_are_named():
 def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
     """A key of no version is rejected with its line, one of older versions noted, and one like a size asked for."""
     command = "python3 -m MaxText.train MaxText/configs/base.yml num_target_devices=8"
-    expect(check_command([*command.split(), "enable_profiler=true"], "maxtext"), ok=True, note="only MaxText before August 2026")
+    old = [*command.split(), "enable_profiler=true"]
+    expect(check_command(old, "maxtext"), ok=True, note="only MaxText before August 2026")
     with pytest.raises(ConfigError, match=r"unknown, a fork: n_samples=4 is a key of no version of MaxText"):
         check_command([*command.split(), "n_samples=4"], "maxtext")
     path = tmp_path / "scripts" / "run.sh"
@@ -86,7 +87,8 @@ def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
     base = tmp_path / "MaxText" / "configs" / "base.yml"
     base.parent.mkdir(parents=True)
     base.write_text("per_device_batch_size: 3\nno_such_thing: 0\n")
-    expect(check_file(path, "maxtext"), ok=True, global_batch_size_to_train_on=24, note="MaxText/configs/base.yml: its base file")
+    found = check_file(path, "maxtext")
+    expect(found, ok=True, global_batch_size_to_train_on=24, note="MaxText/configs/base.yml: its base file")
     rl = ["python3", "-m", "maxtext.trainers.post_train.rl.train_rl", "rl.yml", "batch_size=4", "num_target_devices=4"]
     assert check_command(rl, "maxtext_rl").ok
     assert rules(check_command([*rl, "no_such_thing=1"], "maxtext_rl")) == ["known_keys"]

@@ -37,17 +37,24 @@ kind: PyTorchJob
 spec: {containers: [{command: [torchrun, --nproc_per_node=8], env: [{name: MBS, value: 4}],
   args: [pretrain_gpt.py, --micro-batch-size, $(MBS), --global-batch-size, "64"]}]}
 """
-GPUS = TORCH_JOB.replace("spec: {cont", "spec: {parallelism: 4, completions: 4, cont").replace(
-    "[{command", "[{resources: {limits: {nvidia.com/gpu: 8}}, command"
-).replace('"64"', '"128"')
-TPUS = JOB.replace("  - template:", "  - replicas: 2\n    template:").replace(
-    "        containers:", "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:"
-).replace("          env", "          resources: {limits: {google.com/tpu: 4}}\n          env")
+GPUS = (
+    TORCH_JOB.replace("spec: {cont", "spec: {parallelism: 4, completions: 4, cont")
+    .replace("[{command", "[{resources: {limits: {nvidia.com/gpu: 8}}, command")
+    .replace('"64"', '"128"')
+)
+TPUS = (
+    JOB.replace("  - template:", "  - replicas: 2\n    template:")
+    .replace(
+        "        containers:",
+        "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:",
+    )
+    .replace("          env", "          resources: {limits: {google.com/tpu: 4}}\n          env")
+)
 ROLES = """apiVersion: kubeflow.org/v1
 spec:
-  Master: {replicas: 1, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}, command: [bash, -c, "torchrun --nnodes $PET_NNODES %s"]}]}}
+  Master: {replicas: 1, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}, command: [bash, -c, "torchrun --nnodes $PET_NNODES COMMAND"]}]}}
   Worker: {replicas: 3, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}}]}}
-""" % GPT
+""".replace("COMMAND", GPT)
 VERTEX = '{"jobSpec": {"workerPoolSpecs": [{"containerSpec": {"command": ["sh", "-c", "' + MAXTEXT + '"]}}]}}'
 # The system, its file and those beside it, the settings, and what the verdict is, or the error.
 FILES = {
