@@ -215,8 +215,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults, known_keys=known_keys)
     settings = dataclasses.replace(settings, looked_up=looked_up)
     if len(seen) > 1 and reading.command is not None:
-        named = f"{', '.join(seen[1:])}: its base file, which is read."
-        settings = dataclasses.replace(settings, notes=(*settings.notes, named))
+        read = f"{', '.join(seen[1:])}: its base file, which is read."
+        settings = dataclasses.replace(settings, notes=(*settings.notes, read))
     if shipped in ("", "base.yml"):
         return settings
     note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
@@ -255,8 +255,8 @@ def old_keys(job: Job) -> Iterator[str]:
 def _read_slices(command: Command | None) -> dict[str, Located]:
     """Return the devices and slices that a manifest, or xpk, gives to a command; none if it does not say them."""
     if command is not None and command.machine.devices:
-        devices, slices = command.machine
-        return {"num_devices": command.locate(devices), **({"num_slices": command.locate(slices)} if slices > 1 else {})}
+        found = {"num_devices": command.locate(command.machine.devices)}
+        return found | ({"num_slices": command.locate(command.machine.slices)} if command.machine.slices > 1 else {})
     outer = None if command is None else command._replace(words=command.outer)
     machine = option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type") or ""
     slices = option(outer, "--num-slices", "--num_slices") or "1"

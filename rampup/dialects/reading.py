@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys
-from rampup.dialects.launchers import Machine, find_containers
+from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
@@ -387,12 +388,11 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
         return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
     settings = [setting.partition("=") for setting in overrides]
     given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
-    scripts = [(row.script, row.line, row.machine) for row in containers] or [(text, None if is_file else 0, Machine())]
-    commands = [
-        command._replace(machine=machine)
-        for script, line, machine in scripts
-        for command in read_commands(script, path, given, launch.program, relevant=launch.relevant, line=line)
-    ]
+    read = partial(read_commands, path=path, given=given, nested=launch.program, relevant=launch.relevant)
+    if containers:
+        commands = [command._replace(machine=row.machine) for row in containers for command in read(row.script, line=row.line)]
+    else:
+        commands = read(text, line=None if is_file else 0)
     started = {row.script for row in commands if given and row.script and not row.unread}
     texts = [text * is_file, *map(read_text, started)]
     # Slurm's variables count where the script does not name them.
