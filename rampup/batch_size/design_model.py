@@ -355,10 +355,16 @@ def loss_penalty(
     return float(slope / exponent * (powers[0] - powers[1]))
 
 
-def loss_slope(points: Sequence[tuple[int, float]]) -> float | None:
-    """Return the decrease of the loss per factor e of samples consumed in the second half of a run; None if it is short."""
+def loss_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Return start and slope of a line through the loss over the logarithm of the samples consumed, in the second half of a
+    run, where the loss does not grow; None if it is short.
+    """
     late = [(samples, loss) for samples, loss in points if 2 * samples >= points[-1][0] and math.isfinite(loss)]
-    return max(-weighted_line([(math.log(samples), loss, 1.0) for samples, loss in late])[1], 0.0) if len(late) >= 8 else None
+    if len(late) < 8:
+        return None
+    rows = [(math.log(samples), loss, 1.0) for samples, loss in late]
+    start, slope, _ = weighted_line(rows)
+    return (start, slope) if slope < 0 else (sum(loss for _, loss in late) / len(late), 0.0)
 
 
 def format_schedule(schedule: Iterable[tuple[int, int]], *, tokens_per_sample: int = 1) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,22 @@ from rampup.batch_size.design_model import FRUGAL_WASTE
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.cli import common
 from rampup.cli.common import Result, arg
-from rampup.loop.run_folder import CONFIG_FILE, METRICS_FILE, as_path, read_lines_backwards
+from rampup.config.files import yaml_text
+from rampup.config.schema import Config
+from rampup.loop.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    absolute_path,
+    as_path,
+    read_lines_backwards,
+    run_folder,
+    write_whole,
+)
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
 from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
+from rampup.show.prediction import write_prediction
 
 ARGUMENTS = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
@@ -43,6 +55,11 @@ ARGUMENTS = {
         "RESPONSES",
         "of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
         type=float,
+    ),
+    "--write": arg(
+        "RUN_DIR",
+        "make the folder of a new run with the fastest schedule, and keep the prediction in it: `rampup train RUN_DIR` starts "
+        "it (the keys of another schedule may follow), and `rampup report RUN_DIR` shows how far off the prediction was",
     ),
     "-o --output": arg("FILE", "draw the candidates into a .png, .svg or .pdf file"),
 }
@@ -70,6 +87,9 @@ def run(args: argparse.Namespace, console: object) -> Result:
         raise common.usage_error(f"{problem}`rampup critical` has measured", key="measured")
     config = rampup.load_config(file, args.overrides, environ=common.environment())
     common.check_picture(args.output)
+    written = None if args.write is None else absolute_path(args.write)
+    if written is not None and written.exists() and (not written.is_dir() or any(written.iterdir())):
+        raise common.usage_error(f"{written} is not empty; name the folder of a new run", key="write")
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
     most = None if args.max_batch is None else parse_count(args.max_batch, what="max-batch", key="max-batch")
     devices = common.count_devices(args, config)
@@ -78,7 +98,20 @@ def run(args: argparse.Namespace, console: object) -> Result:
     )
     if args.output is not None:
         draw_design(facts, args.output)
-    return Result(facts=facts, show=lambda console: print_design(facts, console))
+    if written is not None:
+        _write_run(written, replace(config, num_devices=devices), facts)
+    return Result(facts=facts, show=lambda console: print_design(facts, console, written))
+
+
+def _write_run(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
+    """Make the folder of a run with the fastest schedule."""
+    settings = next(each["settings"] for each in facts["candidates"] if each["name"] == facts["fastest"])
+    config = replace(config, run_name=folder.name, base_output_directory=str(folder.parent), **settings)
+    run_folder(config.base_output_directory, config.run_name)
+    # First, so that no run is started without it.
+    write_prediction(folder, config, facts)
+    text = yaml_text("# The configuration of a designed run, until it is started.\n", config.keys(), config.to_dict())
+    write_whole(folder / CONFIG_FILE, text.encode())
 
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
@@ -86,7 +119,7 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     from rampup.rl.config import load_rollout_config
     from rampup.rl.noise import advice_from_line
 
-    names = ("train_tokens", "measured", "max_batch", "assume_growth", "devices", "output")
+    names = ("train_tokens", "measured", "max_batch", "assume_growth", "devices", "write", "output")
     if others := [name for name in names if getattr(args, name) not in (None, [])]:
         rule = "is for ramps of pre-training; leave it out for a run of reinforcement learning"
         raise common.usage_error(f"--{others[0].replace('_', '-')} {rule}", key=others[0])
@@ -121,7 +154,7 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     return Result(facts=facts, show=show)
 
 
-def print_design(facts: Mapping[str, Any], console: Console) -> None:
+def print_design(facts: Mapping[str, Any], console: Console, written: Path | None = None) -> None:
     """Print the candidates with their steps, hours and loss, their schedules, and the assumptions."""
     tokens, growth = format_si(facts["train_tokens"]), facts["noise_growth"]
     scales = []
@@ -161,6 +194,8 @@ def print_design(facts: Mapping[str, Any], console: Console) -> None:
     for sentence in facts["assumptions"]:
         console.print(f"- {sentence}")
     print_notes(facts["notes"], console)
+    if written is not None:
+        console.print(f"wrote {written}: `rampup train {written}` starts {facts['fastest']}", soft_wrap=True)
 
 
 def _with_interval(candidate: Mapping[str, Any], key: str, text: Callable[[float], str]) -> str:

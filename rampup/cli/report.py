@@ -14,6 +14,7 @@ from rampup.config.build import with_slices
 from rampup.plan.describe import advice
 from rampup.plan.plan import RampPlan
 from rampup.rl import config as rl
+from rampup.show.prediction import compare_prediction
 from rampup.show.report import Report, write_report
 
 ARGUMENTS = {
@@ -29,10 +30,11 @@ def run(args: argparse.Namespace, console: object) -> Result:
     """Write the page."""
     report = gather_report(args)
     size = write_report(report, args.output)
-    return Result(
-        facts={"title": report.title, "notes": list(report.notes), "output": args.output, "bytes": size},
-        show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True),
-    )
+    facts = {"title": report.title, "notes": list(report.notes), "output": args.output, "bytes": size}
+    facts["prediction"] = None if report.prediction is None else report.prediction._asdict()
+    sentences = () if report.prediction is None else report.prediction.sentences()
+    lines = "\n".join([*sentences, f"wrote {args.output}"])
+    return Result(facts=facts, show=lambda console: console.print(lines, soft_wrap=True))
 
 
 def gather_report(args: argparse.Namespace) -> Report:
@@ -54,12 +56,13 @@ def gather_report(args: argparse.Namespace) -> Report:
         return Report(title=inputs.name, plan=rollout, notes=rl.rollout_notes(settings, rollout), config=settings, run=run)
     config = with_slices(inputs.read_config(), topology)
     plan = rampup.build_plan(config, common.count_devices(args, config))
-    rates = learning_rates(config, plan)
+    rates, prediction = learning_rates(config, plan), None
     if inputs.runs:
         run = inputs.read_runs()[0]
         # What the steps had: a run that was resumed with another length had another schedule before.
         clock, planned = plan.learning_rate_clock, rates[plan.learning_rate_clock]
         had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
         rates[clock] = lambda step: had[step] if step in had else planned(step)
+        prediction = compare_prediction(inputs.runs[0], config, run)
     notes = [*advice(plan), *([] if topology is None else [common.describe_topology(topology)])]
-    return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run)
+    return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run, prediction=prediction)

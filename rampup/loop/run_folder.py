@@ -29,6 +29,8 @@ from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 # The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
 CONFIG_FILE = "config.yml"
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
+# What `rampup design --write` has predicted for the run.
+PREDICTION_FILE = "prediction.json"
 # `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 # An object in a bucket is written again as a whole, which should not happen in every step.

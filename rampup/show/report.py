@@ -25,6 +25,7 @@ from rampup.rl.plan import RolloutPlan
 from rampup.show.figures import draw_timetable, plan_panels, rate_panels, run_panels, svg_element
 from rampup.show.format import describe_split, format_count, format_value
 from rampup.show.notebook import html_list, html_table, to_html
+from rampup.show.prediction import Comparison
 from rampup.show.series import RunMetrics
 
 # Of longer tables, only the first and the last rows are in the page.
@@ -44,6 +45,7 @@ class Report:
     # From a clock to the learning rate of an optimizer step on it; empty if there is none
     rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)
     run: RunMetrics | None = None  # the metrics of the run, if there is one
+    prediction: Comparison | None = None  # what the design of the run had predicted, if it had one
     verdict: Verdict | None = None  # the verdict on another system's file, if it is one
 
 
@@ -73,6 +75,9 @@ def report_html(report: Report) -> str:
         sections["Verdict"] = _scroll(to_html(report.verdict), "verdict")
     if report.run is not None:
         sections["Run"] = _run(report.run)
+    if report.prediction is not None:
+        table = _scroll(html_table(report.prediction.table(), max_rows=MAX_ROWS), "prediction")
+        sections["Prediction"] = html_list(report.prediction.sentences()) + (table if report.prediction.rows else "")
     if isinstance(plan, RampPlan):
         sections["Ramp"] = _pictures(plan_panels(plan))
         unreached = {phase.index: "unreached" for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}

@@ -80,6 +80,7 @@ class RunMetrics:
     # What `losses` and `eval_losses` are: `loss`, or `reward` with the accuracy, in a run of reinforcement learning
     quantity: str = "loss"
     learning_rates: tuple[float, ...] = ()  # NaN where unknown
+    seconds: tuple[float, ...] = ()  # of each step without its compilation; NaN where unknown
     # Of reinforcement learning: what else there is per step, by its title; NaN where unknown
     curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
@@ -140,6 +141,10 @@ class RunMetrics:
             tokens_per_second=values_of("tokens_per_second"),
             sizes=counts["global_batch_size"],
             learning_rates=values_of("learning_rate"),
+            seconds=tuple(
+                max(step - compiled, 0.0) if math.isfinite(compiled) else step
+                for step, compiled in zip(values_of("step_seconds"), values_of("compile_seconds"), strict=True)
+            ),
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),

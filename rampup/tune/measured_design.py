@@ -25,8 +25,8 @@ from rampup.batch_size.design_model import (
     Schedule,
     StepTimes,
     format_schedule,
+    loss_line,
     loss_penalty,
-    loss_slope,
     noise_curves,
 )
 from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale, fieller
@@ -69,6 +69,8 @@ Steps = list[tuple[Mapping[str, Any], float]]
 NO_RAMP = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
+# Places of a run at which its loss, hours and noise scale are predicted.
+COURSE_PARTS = 10
 # The noise scale is not taken to grow beyond this many times the last measured one unless the user names the growth.
 MOST_GROWTH = 4.0
 
@@ -141,14 +143,14 @@ def design_ramp(
         _refuse_extrapolation(models, references, measurements.noise[-1].samples, samples)
     schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
 
-    slope = loss_slope(measurements.losses)
-    if slope is None:
-        notes.append("the measured run is too short for the slope of its loss, so no loss penalty is predicted")
+    line = loss_line(measurements.losses)
+    if line is None:
+        notes.append("the measured run is too short for the slope of its loss, so no loss and no loss penalty is predicted")
+    slope = None if line is None else abs(line[1])
+    loss = None if line is None else line[0] + line[1] * math.log(measurements.noise[-1].samples)
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
-        noise, low, high = (each.noise.at(progress) for each in models)
-        ends |= {f"noise_scale_{name}": noise, f"noise_scale_{name}_low": min(low, noise)}
-        ends[f"noise_scale_{name}_high"] = max(high, noise) if high < math.inf else None
+        ends |= _with_ends(f"noise_scale_{name}", [each.noise.at(progress) for each in models])
     unit = length if config.batch_size_schedule_unit == "tokens" else 1
     candidates, reference = [], config.batch_scaling_reference or plan.ramp.sizes[-1]
     for name, schedule in schedules.items():
@@ -156,10 +158,13 @@ def design_ramp(
         rule = _rate_rule(config, reference)
         if name == "seesaw":  # which replaces the falls of the rate, and makes the batches itself
             text, rule = f"0:{sizes[0]}", _seesaw_keys(sizes)
+        settings = NO_RAMP | _budget_keys(tokens) | {"batch_size_schedule": text} | rule
         # Refuses what `rampup plan` would refuse.
-        build_plan(replace(config, **NO_RAMP | _budget_keys(tokens) | {"batch_size_schedule": text} | rule), num_devices)
+        build_plan(replace(config, **settings), num_devices)
         found = _predictions(schedule, models, references, samples=samples, tokens_per_sample=length, slope=slope)
-        candidates.append({"name": name, "batch_size_schedule": text, "rate_rule": rule, **found})
+        course = _course(schedule, models, samples=samples, tokens_per_sample=length, slope=slope, loss=loss)
+        named = {"name": name, "batch_size_schedule": text, "rate_rule": rule, "settings": settings}
+        candidates.append({**named, **found, "course": course})
     return {
         "train_tokens": tokens,
         "train_samples": samples,
@@ -213,10 +218,48 @@ def _predictions(
         "tokens_to_same_loss": same[0].samples * tokens_per_sample,
     }
     for key, values in ranges.items():
-        low, high = (None, None) if None in values else (min(values), max(values))
-        found |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
+        found |= _with_ends(key, values)
     half = models[0].halved().run(schedule, progress=same[0].progress)
     return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
+
+
+def _course(
+    schedule: Sequence[tuple[int, int]],
+    models: Sequence[DesignModel],
+    *,
+    samples: int,
+    tokens_per_sample: int,
+    slope: float | None,
+    loss: float | None,
+) -> list[dict[str, Any]]:
+    """Return what is predicted after each tenth of the samples. `loss` is that of the measured run at its last noise scale."""
+    course = []
+    for part in range(1, COURSE_PARTS + 1):
+        done = -(-samples * part // COURSE_PARTS)
+        ends = [each.run(schedule, samples=done) for each in models]
+        places = [each.noise.knots[-1][0] for each in models]
+        losses: list[float | None] = [None]
+        # Not where the line through the measured loss does not hold.
+        if slope is not None and loss is not None and 2 * ends[0].progress >= places[0]:
+            losses = [
+                loss + loss_penalty(end.progress, place, slope=slope, measured_at=place, exponent=exponent)
+                for exponent in DATA_EXPONENTS
+                for end, place in zip(ends, places, strict=True)
+            ]
+        times = (models[0].times, *models[0].times.bounds())
+        row = {"tokens": done * tokens_per_sample, "steps": ends[0].steps, **_with_ends("loss", losses)}
+        row |= _with_ends("hours", [each.total(schedule, done) / SECONDS_PER_HOUR for each in times])
+        row |= _with_ends("noise_scale", [each.noise.at(end.progress) for each, end in zip(models, ends, strict=True)])
+        course.append(row)
+    return course
+
+
+def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return a prediction, the first of the values, and both ends of its interval; an end without a limit is None."""
+    known = [value for value in values if value is not None]
+    ends = {"low": min(known), "high": max(known)} if len(known) == len(values) else {"low": None, "high": None}
+    finite = {f"{key}_{end}": value if value is not None and value < math.inf else None for end, value in ends.items()}
+    return {key: values[0], **finite}
 
 
 def _budget_keys(tokens: int) -> dict[str, Any]:
@@ -547,8 +590,8 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
             "their interval is from the nearest timed step to a time in proportion to the batch"
         )
     found += [
-        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the slope that the run measured; "
-        "the intervals have 0.37 too, the refit of arXiv 2404.10102",
+        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the loss and the slope that the "
+        "run measured, at the learning rates of its second half; the intervals have 0.37 too, the refit of arXiv 2404.10102",
         "Seesaw is judged by its batches alone, as if its learning rate were the best one too, and a late switch without "
         "the noise that training forgets (arXiv 2602.14208)",
     ]

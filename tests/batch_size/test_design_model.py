@@ -252,8 +252,8 @@ def test_loss_penalty_is_the_slope_for_small_differences():
     ratio = loss_penalty(990.0, 1000.0, slope=0.2, measured_at=100.0) / loss_penalty(99.0, 100.0, slope=0.2, measured_at=100.0)
     assert ratio == pytest.approx(10**-0.28, rel=1e-6)
     points = [(n, 5 - 0.3 * math.log(n)) for n in range(1, 100)]
-    assert design_model.loss_slope(points) == pytest.approx(0.3)
-    assert design_model.loss_slope(points[:3]) is None
+    assert design_model.loss_line(points)[1] == pytest.approx(-0.3)
+    assert design_model.loss_line(points[:3]) is None
 
 
 @pytest.mark.parametrize("seed", range(8))

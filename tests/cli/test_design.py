@@ -2,16 +2,21 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 from helpers.commands import run_json
+from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
 from rampup.batch_size.design_model import DesignModel, NoisePoint, StepTimes, noise_curves
 from rampup.cli import main
 from rampup.config.files import run_yaml
+from rampup.errors import DataError
 from rampup.rl.config import RolloutConfig
+from rampup.show.prediction import compare_prediction
+from rampup.show.series import RunMetrics
 
 BASE = str(Path(__file__).parents[2] / "configs" / "base.yml")
 LENGTH = 128
@@ -231,6 +236,122 @@ def test_bad_input_is_refused(arguments, message, run, capsys):
     names = {"RUN": str(run), "PLAIN": str(plain), "JSON": str(other)}
     assert main(["design", BASE, "--devices", "1", *(names.get(word, word) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+OPTIONS = ["--train-tokens", "2M", "--assume-growth", "0.47", "--devices", "1", "--max-batch", "64"]
+
+
+@pytest.fixture
+def follower(run, capsys):
+    """The folder of a run that was started from a design of the run above, and has followed the same formulas to its end."""
+    folder = run.with_name("next")
+    assert main(["design", str(run), *OPTIONS, "--write", str(folder)]) == 0
+    assert f"`rampup train {folder}` starts early growth, fastest" in " ".join(capsys.readouterr().out.split())
+    plan, lines = rampup.build_plan(rampup.load_config(folder / "config.yml"), 1), []
+    for step in range(plan.total_steps):
+        position = plan.position(step)
+        size = position.split.global_batch_size
+        consumed = position.consumed_samples + size
+        line = {"step": step, "consumed_samples": consumed, "phase": position.phase.index, "global_batch_size": size}
+        line |= {"loss": 6 - 0.4 * math.log(consumed), "step_seconds": 1.0 + 0.02 * size + 100 * (step == 0)}
+        line |= {"compile_seconds": 100.0} if step == 0 else {"noise_scale_samples": 1e3, "noise_scale_samples_low": 900.0}
+        lines.append(line)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def report_of(capsys, folder, *options):
+    """Return what a report of a run says about its prediction."""
+    pytest.importorskip("matplotlib")
+    capsys.readouterr()
+    code, found = run_json(capsys, "report", str(folder), "-o", str(folder / "report.html"), *options)
+    assert code == 0
+    return found["prediction"]
+
+
+def test_a_report_compares_a_run_with_its_prediction(run, follower, capsys):
+    """After every tenth of the tokens, and only of those that it has passed; the folder of a run is not overwritten."""
+    found = report_of(capsys, follower)
+    assert (found["schedule"], found["other_settings"]) == ("early growth, fastest", [])
+    lines = [json.loads(line) for line in (follower / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["global_batch_size"] for line in lines}) > 1
+    (loss, steps, hours, noise) = found["rows"][-4:]
+    assert {row["tokens"] for row in found["rows"][-4:]} == {2_000_000}
+    late = [line["loss"] for line in lines if line["consumed_samples"] > 0.95 * lines[-1]["consumed_samples"]]
+    assert loss["measured"] == pytest.approx(sum(late) / len(late))
+    assert loss["off"] == pytest.approx(loss["measured"] - loss["predicted"])
+    # The run that was measured had this line until sample 4,000; from there, the loss follows a power law.
+    assert 6 - 0.4 * math.log(15_625) < loss["predicted"] < 6 - 0.4 * math.log(4_000)
+    # Up to the rounding of a phase.
+    assert steps["measured"] == len(lines) == pytest.approx(steps["predicted"], abs=3)
+    assert hours["off"] / hours["predicted"] == pytest.approx(0, abs=0.01)
+    assert hours["inside"]
+    assert (noise["measured"], noise["measured_low"], noise["inside"]) == (1000, 900, False)
+    (follower / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[: len(lines) // 2]))
+    half = report_of(capsys, follower)
+    assert half["rows"] == found["rows"][: len(half["rows"])]
+    assert 0 < len(half["rows"]) < len(found["rows"])
+    page = (follower / "report.html").read_text()
+    assert "noise scale after" in page
+    assert "-100%" not in page
+    assert "outside of the interval" in page
+    assert main(["design", str(run), *OPTIONS, "--write", str(follower)]) == 2
+    assert "is not empty; name the folder of a new run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_only_a_whole_prediction_for_the_same_settings_is_compared(follower):
+    """Other tokens, another model, rate or batch, also of a step before a resume, are named, and a damaged file; not a seed."""
+    config, metrics, file = (follower / name for name in ("config.yml", "metrics.jsonl", "prediction.json"))
+    settings, lines, text = (path.read_text() for path in (config, metrics, file))
+
+    def compare():
+        return compare_prediction(follower, rampup.load_config(config), RunMetrics.from_folder(follower, name="next"))
+
+    assert compare().rows
+    for before, after, told in (
+        ("train_tokens: 2000000", "train_tokens: 4000000", "train_tokens=4000000, predicted for 2000000"),
+        ("base_emb_dim: 128", "base_emb_dim: 64", "base_emb_dim=64, predicted for 128"),
+        ("learning_rate: 0.003", "learning_rate: 0.001", "learning_rate=0.001, predicted for 0.003"),
+        ("batch_size_schedule: ", 'batch_size_schedule: "0:8" # ', "batch_size_schedule=0:8, predicted for "),
+    ):
+        assert f"\n{before}" in settings
+        config.write_text(settings.replace(f"\n{before}", f"\n{after}"))
+        (change,) = compare().other_settings
+        assert change.startswith(told)
+        assert compare().rows == ()
+    config.write_text(settings.replace("\ninit_weights_seed: 0", "\ninit_weights_seed: 1"))
+    assert compare().other_settings == ()
+    metrics.write_text(re.sub(r'_size": \d+', '_size": 5', lines, count=1))
+    assert compare().other_settings[0].startswith("step 0 had a batch of 5, predicted ")
+    metrics.write_text(lines)
+    wrong = [text.replace('"hours": ', f'"hours": {value}, "was": ') for value in ('"1"', "NaN", "true")]
+    for damaged in (text[: len(text) // 2], "[1]", text.replace('"candidates"', '"lost"'), *wrong):
+        file.write_text(damaged)
+        with pytest.raises(DataError, match=r"prediction.json is damaged: .*; delete it"):
+            compare()
+
+
+@pytest.mark.slow
+def test_a_run_is_started_from_its_design_and_keeps_it(tmp_path, capsys):
+    """A real run, designed, trained, resumed from its folder and reported, and another candidate started by its keys."""
+    base = [BASE, *command_line(TINY_MODEL), f"base_output_directory={tmp_path}", "num_devices=8"]
+    ramp = ["measure_gradient_noise=true", "enable_rampup_batch_size=false", "batch_size_schedule=0:16 480:32", "steps=60"]
+    assert main(["train", *base, *ramp, "run_name=pilot"]) == 0
+    options = ["--train-tokens", "40K", "--assume-growth", "0", "--max-batch", "64"]
+    for name in ("next", "other"):
+        assert main(["design", str(tmp_path / "pilot"), *options, "--write", str(tmp_path / name)]) == 0
+    written = (tmp_path / "next" / "prediction.json").read_bytes()
+    assert main(["train", str(tmp_path / "next"), "steps=20"]) == 0
+    told = report_of(capsys, tmp_path / "next")["other_settings"]
+    assert any("steps=20, predicted for -1" in change for change in told)
+    assert main(["train", str(tmp_path / "next"), "train_tokens=40_000"]) == 0
+    assert (tmp_path / "next" / "prediction.json").read_bytes() == written
+    found = report_of(capsys, tmp_path / "next")
+    assert (found["other_settings"], found["rows"][-1]["tokens"]) == ([], 40_000)
+    smallest = json.loads(written)["candidates"][0]
+    settings = {"batch_size_schedule": smallest["batch_size_schedule"], **smallest["rate_rule"]}
+    assert main(["train", str(tmp_path / "other"), *command_line(settings)]) == 0
+    assert report_of(capsys, tmp_path / "other")["schedule"] == smallest["name"] == "constant 16"
 
 
 def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):

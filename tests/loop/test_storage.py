@@ -37,6 +37,7 @@ from rampup.loop.run_folder import (
     write_whole,
 )
 from rampup.loop.writers import TensorBoardWriter
+from rampup.show.prediction import compare_prediction, write_prediction
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +265,9 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
     assert measured_throughput(str(folder)) == {2: 8}
+    write_prediction(folder, inputs.read_config(), {"candidates": []})
+    with pytest.raises(DataError, match=f"{folder}/prediction.json is damaged"):
+        compare_prediction(inputs.runs[0], inputs.read_config(), inputs.read_runs()[0])
     setting = f"base_output_directory={folder.parent}"
     assert parse_inputs(["base.yml", setting]).overrides == (setting,)
     with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):
