@@ -17,10 +17,13 @@ from rampup.errors import ConfigError
 
 Life = tuple[int, int]  # the first and the last version that has a key
 _MAX_DEPTH = 3
-# Names that multiply the samples of a step in many forks.
-_MULTIPLIES = re.compile(
+# Names of forks: of responses of a prompt, and of other sizes.
+_RESPONSES = (
     r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)"
-    r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*"
+    r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size"
+)
+_MULTIPLIES = re.compile(
+    rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*"
     r"|batch_size"
 )
 
@@ -83,12 +86,18 @@ def with_lines(keys: Mapping[str, Located]) -> list[str]:
 
 
 def find_open_forks(
-    located: Mapping[str, Located], known: KnownKeys, sizes: Iterable[str], system: str, decides: re.Pattern[str] = _MULTIPLIES
+    located: Mapping[str, Located],
+    known: KnownKeys,
+    sizes: Iterable[str],
+    system: str,
+    decides: re.Pattern[str] = _MULTIPLIES,
+    *,
+    repeats: str = "",
 ) -> Iterator[ConfigError]:
     """Yield an error for each key that no version has but whose name is that of a size: only a fork reads it.
 
     Null as its value is the answer that it changes no size. `sizes` are the known keys of sizes, and `decides` matches other
-    names that are those of sizes.
+    names that are those of sizes. `repeats` says what has the same effect as a key that repeats each prompt.
     """
     last_parts = {name.rpartition(".")[2] for name in sizes}
     for name, place in located.items():
@@ -100,4 +109,6 @@ def find_open_forks(
             f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "
             f"{name}=null, and with it the sizes of {system} that have the same effect (none if it changes no size)"
         )
+        if repeats and re.fullmatch(f"{_RESPONSES}|n", last):
+            said += f". {repeats}"
         yield ConfigError(said, key=name, path=place.path, line=place.line)

@@ -59,6 +59,7 @@ _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 _DEVICES_GIVEN = {*_DEVICES, "world_size", "data_parallel_size"}
 # Options of DeepSpeed's launcher, by those of torchrun. With a file of hosts they are bounds.
 _DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
+_PLAIN = r"(?:\S*/)?(?:python[\d.]*(?: -u)?(?: -m torch\.distributed\.(?:launch|run))?|torchrun)(?: --\S+(?: [^-\s]\S*)?)*"
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
 KEYS: dict[str, Entry] = {
@@ -150,7 +151,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     words = () if command is None or "hostfile" in located else command.words
     if any(word.rpartition("/")[2] == "deepspeed" for word in words):
         located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
-    if command is not None and command.tasks and not _DEVICES_GIVEN.intersection(located, overridden):
+    if command is not None and command.tasks and not _DEVICES_GIVEN & {*located, *overridden}:
         # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
         is_launched = any(map(_LAUNCHER.search, command.words))
         tasks: Any = int(command.tasks) if command.tasks.isdecimal() else command.tasks
@@ -158,10 +159,15 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     is_sized = {"nnodes", "nproc_per_node"} <= located.keys() and not any(
         unknown_names(str(located[name].value)) for name in ("nnodes", "nproc_per_node")
     )
-    if command is not None and command.machine.devices and not is_sized and not _DEVICES_GIVEN.intersection(overridden):
+    if command is not None and command.machine.devices and not is_sized and not _DEVICES_GIVEN & overridden:
         # What the command leaves open, the cluster tells each pod.
         located = {name: value for name, value in located.items() if name not in _DEVICES}
         located.setdefault("world_size", command.locate(command.machine.devices))
+    is_alone = _starts_one_process(command) and not _DEVICES_GIVEN & {*located, *overridden}
+    if command is not None and is_alone and all(located[axis].value == 1 for axis in MODEL_AXES if axis in located):
+        located["world_size"] = command.locate(1)
+        alone = "the command says no number of processes, so it is one, with one device; if a launcher does, add world_size=N."
+        reading = dataclasses.replace(reading, notes=(*reading.notes, alone))
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -177,6 +183,14 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     raise_together(list(find_open_forks(written, known_keys, (), "Megatron-LM", decides)))
     settings = type_settings(reading, entries, system="Megatron")
     return dataclasses.replace(settings, looked_up=_program_options(command, written))
+
+
+def _starts_one_process(command: Command | None) -> bool:
+    """Return whether a command is `python PROGRAM.py`, or `torchrun PROGRAM.py` without a number of processes."""
+    if command is None or command.outer or command.tasks or command.machine.devices:
+        return False
+    start = " ".join(itertools.takewhile(lambda word: not word.endswith(".py"), command.words))
+    return not unknown_names(start) and re.fullmatch(_PLAIN, start) is not None and len(start) < len(" ".join(command.words))
 
 
 def _program_options(command: Command | None, written: Mapping[str, Located]) -> dict[str, Located]:
@@ -243,7 +257,8 @@ LAUNCH = Launch(
     system="Megatron",
     program=re.compile(r"(?i)(?:pretrain|finetune|train|sft)\w*\.py|megatron[\w.]*train|--(?:micro|global|rampup)-batch-size"),
     others=re.compile(
-        r"(?i)\b(?:tools|tasks)/\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
+        r"(?i)\b(?:tools|tasks)/(?!main\.py)\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
+        r"|-\w*m [\w.]*(?:evaluat|generat|inference|convert|export)\w*"
     ),
     example="torchrun pretrain_gpt.py --micro-batch-size 1",
     entries=KEYS,

@@ -20,7 +20,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys
+from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys, with_lines
 from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
@@ -146,6 +146,7 @@ def type_settings(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     groups: Iterable[str] = (),
     known_keys: KnownKeys | None = None,
+    repeats: str = "",
 ) -> Settings:
     """Return the typed values of dotted keys. `${other.key}` and `${oc.select:other.key,default}` are resolved.
 
@@ -157,6 +158,7 @@ def type_settings(
         defaults: values of a base file, which replace the system's defaults.
         groups: first parts of the system's keys that are not in `entries`.
         known_keys: all keys of the system. One that looks like a size and is not among them is an error until it is answered.
+        repeats: a hint for such an answer, see `Launch`.
 
     Raises:
         ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
@@ -180,7 +182,7 @@ def type_settings(
     if known_keys is not None:
         sizes = [name for name, entry in entries.items() if entry.unit in ("prompts", "samples", "devices", "nodes")]
         others = {name: value for name, value in given.items() if name not in entries}
-        problems += find_open_forks(others, known_keys, sizes, system)
+        problems += find_open_forks(others, known_keys, sizes, system, repeats=repeats)
     located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
@@ -354,6 +356,7 @@ class Launch:
     # under the empty name, which needs no note.
     programs: Mapping[str, str] = field(default_factory=dict)
     keys: str = ""  # the name of the table of all its keys
+    repeats: str = ""  # what has the same effect as a fork's key that repeats each prompt
 
     def known(self, name: str) -> bool:
         """Return whether a key as written is one that the rules read."""
@@ -554,9 +557,15 @@ def read_hydra(
     known_keys = load_known_keys(launch.keys) if launch.keys else None
     settings = type_settings(
         reading, launch.entries, system=launch.system, defaults={**version.defaults, **bases.shipped}, groups=launch.groups,
-        known_keys=known_keys,
+        known_keys=known_keys, repeats=launch.repeats,
     )  # fmt: skip
     notes = [*settings.notes, *version.notes]
+    if reading.command is None and known_keys is not None:
+        groups = {name.partition(".")[0] for name in known_keys.lives}
+        own = {name: at for name, at in reading.leaves.items() if known_keys.life(name) is None and name not in launch.entries}
+        if own := {name: at for name, at in own.items() if name.partition(".")[0] in groups and "." in name}:
+            named = ", ".join(with_lines(own)[:4])
+            notes.append(f"no version of {launch.system} has {named}: a fork's, or another trainer's, whose rules may differ.")
     if bases.named:
         notes.append(f"{', '.join(bases.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
     if bases.missing and (reading.command is None or bases.beside):

@@ -45,7 +45,7 @@ KEYS: dict[str, Entry] = {
     "trainer.update_epochs_per_batch": entry(1, "times that a step's samples are trained on"),
     "trainer.epochs": entry(1, "times that the data set is read"),
     "trainer.eval_batch_size": entry(1024, "prompts of an evaluation batch", unit="prompts"),
-    "trainer.strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron")),
+    "trainer.strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron", "deepspeed")),
     "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
     "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
     "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
@@ -57,8 +57,12 @@ KEYS: dict[str, Entry] = {
         for model in MODELS
         for key, what, unit in zip(DEVICES[model], ("devices per node", "nodes"), ("devices", "nodes"), strict=True)
     },
-    **{key: entry(1, f"devices that share a sequence of the {model} model") for model, key in SEQUENCE.items()},
-    **{key: entry(1, f"Megatron size of the {model} model") for model in ("policy", "ref") for key in MEGATRON[model]},
+    **{key: entry(1, f"devices that share a sequence of the {model} model", unit="devices") for model, key in SEQUENCE.items()},
+    **{
+        key: entry(1, f"Megatron size of the {model} model", unit="devices")
+        for model in ("policy", "ref")
+        for key in MEGATRON[model]
+    },
     "trainer.fully_async.enabled": entry(False, "generation and training overlap fully", kind="bool"),
     "trainer.fully_async.max_staleness_steps": entry(4, "steps by which a sample may be old", minimum=0, unit="steps"),
     WORKERS: entry(768, "prompts generated at once", unit="prompts"),
@@ -287,6 +291,9 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
 
 
 RULES: list[Rule[SkyRLJob]] = [
+    Rule(name="skyrl.strategy", keys=("trainer.strategy",), holds=lambda job: job["trainer.strategy"] != "deepspeed",
+        message=lambda job: "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it",
+        candidates=lambda job: ["fsdp"]),
     Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not _unknown_keys(job),
         message=lambda job: (
             f"{', '.join(_unknown_keys(job)[:4])} must be left out: SkyRL refuses them as invalid fields. For a fork "

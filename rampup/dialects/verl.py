@@ -203,6 +203,10 @@ LAUNCH = Launch(
     version="August 2026",
     programs=PROGRAMS,
     keys="verl",
+    repeats=(
+        "In Search-R1, ZeroSearch, PRIME and verl-agent such a key repeats each prompt, and a mini batch counts the rows: give "
+        "data.train_batch_size as many times as large"
+    ),
 )
 
 

@@ -34,6 +34,10 @@ def test_skyrl_refuses_keys_that_its_classes_do_not_have():
     assert check_command(SKYRL, "skyrl").ok
     found = check_command([*SKYRL, "trainer.no_such_thing=1"], "skyrl")
     assert (rules(found), found.validator) == (["known_keys"], "rejects")
+    with pytest.raises(ConfigError, match=r"unknown, a fork: trainer\.policy\.fsdp_config\.context_parallel_size=2"):
+        check_command([*SKYRL, "trainer.policy.fsdp_config.context_parallel_size=2"], "skyrl")
+    old = check_command([*SKYRL, "trainer.strategy=deepspeed"], "skyrl")
+    expect(old, rules=["strategy"], samples_per_step=128, message="only SkyRL before January 2026 has it")
     words = [*SKYRL, "trainer.no_such_thing=1", "terminal_bench_config.x=2"]
     assert check_command(words, "skyrl", ["trainer.no_such_thing=1"]).ok
     words = [word.replace("skyrl.train.entrypoints.main_base", "examples.dapo.main_dapo") for word in words]
@@ -61,6 +65,16 @@ def test_options_and_programs_of_megatron_forks_are_questions(tmp_path):
     with pytest.raises(ConfigError, match="enable_hetero=True"):
         check_file(path, "megatron")
     assert check_file(path, "megatron", ["enable_hetero=null"]).ok
+
+
+def test_what_repeats_prompts_in_forks_has_a_hint(tmp_path):
+    """A key of a fork that repeats each prompt says what has the same effect; a YAML of another trainer names its keys."""
+    words = ["python3", "-m", "verl.trainer.main_ppo", "data.train_batch_size=512", "actor_rollout_ref.rollout.n_agent=5"]
+    with pytest.raises(ConfigError, match=r"n_agent=5 .* counts the rows: give data\.train_batch_size as many times as large"):
+        check_command(words, "verl")
+    path = tmp_path / "sac.yaml"
+    path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n")
+    expect(check_file(path, "verl"), note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)")
 
 
 def test_other_options_of_megatron_forks_are_named():
