@@ -21,7 +21,7 @@ import optax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
-from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, raise_use_of_keys
+from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, explained
 from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
 from rampup.engine.replicas import Replicas
@@ -98,7 +98,7 @@ class AccumulatedLoss:
                 traced = None
                 # What cannot be traced as it is may be below.
                 with contextlib.suppress(NameError, ValueError):
-                    traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, differentiates_mean=True), return_shape=True)(*args)
+                    traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, mesh, differentiates_mean=True), return_shape=True)(*args)
                 # A backward rule of the user's own need not be linear, so it must see what it sees in any other split.
                 if traced is not None and not contains(traced, BACKWARD_RULES):
                     loss_of = lambda *args: jax.tree.unflatten(  # noqa: E731
@@ -137,7 +137,7 @@ class AccumulatedLoss:
         # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
         shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
-        loss_of = _loss_of(self.loss_fn, keeps_mutable=has_grads)
+        loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
         def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
@@ -164,7 +164,7 @@ class AccumulatedLoss:
             first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
             weights, shapes = None, jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
-                weights = total(_weights(self.loss_fn, first, (batch_KR, keys_KR), number, shapes.weight))
+                weights = total(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), totals)
@@ -350,7 +350,7 @@ def _split_trained(params: Any) -> tuple[Any, Any]:
 
 
 def _loss_of(
-    loss_fn: LossFn, *, differentiates_mean: bool = False, keeps_mutable: bool = True
+    loss_fn: LossFn, mesh: Mesh, *, differentiates_mean: bool = False, keeps_mutable: bool = True
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function that calls the loss function on one microbatch: the value to differentiate, and the sums.
 
@@ -365,11 +365,8 @@ def _loss_of(
         params = trained if others is None else fill(trained, others)
         args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
         check_signature(loss_fn, len(args))
-        try:
+        with explained(len(args), mesh.axis_names):
             results = loss_fn(*args)
-        except (TypeError, ValueError) as error:
-            raise_use_of_keys(error, len(args))
-            raise
         loss, weight, aux, carried = check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
         # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
         divisor = jax.tree.map(accumulator, jax.lax.stop_gradient(weight if weights is None else weights))
@@ -383,14 +380,16 @@ def _loss_of(
     return loss_of
 
 
-def _weights(loss_fn: LossFn, first: tuple[Any, ...], rows: tuple[Any, Any], number: Any, shapes: tuple[Any, ...]) -> Any:
+def _weights(
+    loss_fn: LossFn, mesh: Mesh, first: tuple[Any, ...], rows: tuple[Any, Any], number: Any, shapes: tuple[Any, ...]
+) -> Any:
     """Return the weights of the parts of a loss over the first `number` microbatches of a replica's rows.
 
     Each part of a gradient is divided by its own weight over the whole step. With the weights known before the first
     gradient, one backward pass and one accumulator serve all parts; otherwise it would be one of each for every part. Weights
     seldom depend on the parameters, so the compiler drops the model from this loop.
     """
-    loss_of = jax.jit(_loss_of(loss_fn), inline=True)
+    loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
 
     def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:
         weights, mutable = so_far

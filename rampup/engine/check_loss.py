@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.engine.accumulate import AccumulatedLoss
 from rampup.engine.batch import Batch
 from rampup.engine.compile import compile_program
-from rampup.engine.contract import LossFn, SummableLoss, check_results, check_signature
+from rampup.engine.contract import LossFn, SummableLoss, check_results, check_signature, explained
 from rampup.engine.mesh import auto_view, make_mesh, own_constraints
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
@@ -272,7 +272,9 @@ def _evaluate(loss_fn: Any, draws_alike: bool, params: Any, mutable: Any, frozen
     def loss_of(trained: Any) -> Any:
         args = (fill(trained, params), batch, keys) + (() if mutable is None else (mutable,))
         check_signature(loss_fn, len(args))
-        loss, weight, aux, _ = check_results(loss_fn(*args), loss_fn, args)
+        with explained(len(args), jax.sharding.get_abstract_mesh().axis_names):
+            results = loss_fn(*args)
+        loss, weight, aux, _ = check_results(results, loss_fn, args)
         return sum(map(accumulator, jax.tree.leaves(loss))), (loss, weight, aux)
 
     def moved(x: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -93,10 +95,23 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
         raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
 
 
-def raise_use_of_keys(error: Exception, number: int) -> None:
-    """Raise an error in words if a loss function of this number of arguments has taken its keys for one key."""
-    if "a single key" in str(error):  # the words of JAX, whatever function of jax.random it was
-        problem = "used `keys`, one random key per row, as one key: take jax.vmap over rows and keys, or keys[0]"
+@contextlib.contextmanager
+def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
+    """Raise JAX's errors in a loss function of this number of arguments in words of its contract, if they are known.
+
+    It has taken its keys for one key, or it names an axis that is none of those of the mesh, such as that of a pmap.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NameError) as error:
+        unbound = re.search(r"unbound axis name: (\w+)", str(error)) if isinstance(error, NameError) else None
+        if "a single key" in str(error):  # the words of JAX, whatever function of jax.random it was
+            problem = "used `keys`, one random key per row, as one key: take jax.vmap over rows and keys, or keys[0]"
+        elif unbound and unbound[1] not in axes:
+            found = f"names the axis {unbound[1]!r}, but those of the mesh are {', '.join(map(str, axes))}"
+            problem = f"{found}: leave out the collectives of a pmap, as the step itself adds up over the replicas"
+        else:
+            raise
         raise _contract_error(problem, number > 3) from error
 
 

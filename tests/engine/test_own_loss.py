@@ -77,12 +77,22 @@ def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
         one_step(loss, mesh_name=mesh_name, engine=engine)
 
 
-def test_text_in_aux_and_keys_taken_for_one_key_are_named():
-    """Both end in errors of JAX otherwise, which name neither the loss function nor what to change."""
+def test_text_in_aux_keys_taken_for_one_key_and_unknown_axes_are_named():
+    """Both end in errors of JAX otherwise, which name neither the loss function nor what to change, as do axes of a pmap."""
     with pytest.raises(ConfigError, match=r"returned a str as aux\['name'\], which must be a number"):
         one_step(lambda *args: (*loss_fn(*args)[:2], {"name": "x"}))
     with pytest.raises(ConfigError, match=r"used `keys`, one random key per row, as one key: take jax.vmap"):
         one_step(lambda p, b, keys: (jnp.sum(b["x"] * jax.random.bernoulli(keys)), 1, {}))
+
+    def of_a_pmap(*args):
+        loss, *others = loss_fn(*args)
+        return jax.lax.pmean(loss, "batch"), *others
+
+    for mesh_name, engine in (("data", "fused"), ("data", "multi_steps"), ("data_fsdp_tensor", "fused")):
+        with pytest.raises(ConfigError, match=r"names the axis 'batch', but those of the mesh are .*data"):
+            one_step(of_a_pmap, mesh_name=mesh_name, engine=engine)
+    with pytest.raises(ConfigError, match="names the axis 'batch'"):
+        rampup.check_loss(lambda p, b, keys: (jax.lax.pmean(p["w"] * b.sum(), "batch"), 1, {}), {"w": 1.0}, np.ones((4, 2)))
 
 
 def test_aux_as_long_as_the_rows_is_no_value_per_row():
