@@ -159,7 +159,7 @@ class RampKeys(Settings):
         per_device_batch_size_start.""")
     global_rampup_samples: int = _ramp(1600, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
         Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole
-        steps, so the ramp can consume slightly more.""")
+        steps, and at least one, so the ramp can consume up to a batch more per phase.""")
     rampup_carry_overshoot: bool = _ramp(False, own=True, ramp=True, doc="""
         How samples beyond a threshold of the linear ramp count. false: every phase counts from zero, as in MaxText. true:
         thresholds count from the start of the run, as in Megatron-LM, so the ramp ends within one batch of

@@ -38,13 +38,15 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in the base class
 
 
+# As Python has them: 1_600, and not 1__600 or 1600_, which are text.
+_DIGITS = r"[0-9](?:_?[0-9])*"
 _SCALARS = {
     "null": (r"~|null|Null|NULL|None|none|NONE|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("tTfFyYnNoO")),
-    "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    "int": (rf"[-+]?{_DIGITS}", list("-+0123456789")),
     "float": (
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
-        r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
+        rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+        rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
         r"|\.(?:nan|NaN|NAN)|nan",
         list("-+.0123456789in"),
     ),

@@ -148,7 +148,7 @@ class StepDataset(grain.MapDataset[Any]):
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
 
-        Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
+        Microbatch i of a step that starts at sample s contains samples s + i*d*b up to, not including, s + (i+1)*d*b.
         """
         # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
         num_rows = split.data_parallel_size * split.microbatch_size
@@ -236,7 +236,7 @@ class BatchLoader:
                 # Everything read before the bad row can still be trained on.
                 yield from ready
                 raise
-            # device_put returns before the transfer is done: these batches travel while the step before them runs.
+            # A transfer is not waited for: these batches travel while the step before them runs.
             if len(ready) > AHEAD_ON_DEVICE:
                 yield ready.popleft()
         yield from ready

@@ -37,7 +37,7 @@ from rampup.engine.totals import (
     safe_reciprocal,
     sum_of_means,
 )
-from rampup.engine.whole import contains
+from rampup.engine.whole import contains, operations
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
@@ -98,9 +98,11 @@ class AccumulatedLoss:
                 traced = None
                 # What cannot be traced as it is may be below.
                 with contextlib.suppress(NameError, ValueError):
-                    traced, shapes = jax.make_jaxpr(_loss_of(self.loss_fn, mesh, differentiates_mean=True), return_shape=True)(*args)
-                # A backward rule of the user's own need not be linear, so it must see what it sees in any other split.
-                if traced is not None and not contains(traced, BACKWARD_RULES):
+                    mean_of = _loss_of(self.loss_fn, mesh, differentiates_mean=True)
+                    traced, shapes = jax.make_jaxpr(mean_of, return_shape=True)(*args)
+                # A backward rule of the user's own need not be linear, and a narrow type may round 1 / weight to 0: they must
+                # see what they see in any other split.
+                if traced is not None and not contains(traced, BACKWARD_RULES) and not _is_narrow(traced):
                     loss_of = lambda *args: jax.tree.unflatten(  # noqa: E731
                         jax.tree.structure(shapes), jaxpr_as_fun(traced)(*jax.tree.leaves(args))
                     )
@@ -336,6 +338,15 @@ def multi_steps(
         return jnp.asarray(num_microbatches)[phase]
 
     return optax.MultiSteps(tx, every_k, use_grad_mean=use_grad_mean)
+
+
+def _is_narrow(traced: Any) -> bool:
+    """Return whether a loss has a type narrower than float32, or any of its values one with a smaller range."""
+    types = [v.aval.dtype for eqn in operations(traced) for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    floating = [jnp.finfo(t) for t in types if jnp.issubdtype(t, jnp.floating)]
+    return (
+        any(info.minexp > jnp.finfo(jnp.float32).minexp for info in floating) or jnp.finfo(traced.out_avals[0].dtype).bits < 32
+    )
 
 
 def _split_trained(params: Any) -> tuple[Any, Any]:

@@ -1,21 +1,22 @@
-"""How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here and nowhere else.
+"""How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here.
 
 A replica is a group of devices that together have the parameters once. The data axis is not the compiler's, which would reduce
-the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it.
+the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it. Over fsdp and
+the other axes the compiler gathers and reduces, once per microbatch. `Totals.aggregate` reduces what is not a gradient.
 
 ========  =======================================================  ========================================================
 way       when                                                     the sum over microbatches runs
 ========  =======================================================  ========================================================
-plain     rows on one device, and a loss that takes whole          as it is, on all rows
-          parameters
+plain     one replica, whose rows are not split, and a loss that   as it is, on all rows
+          takes whole parameters
 manual    at most one other axis has several devices, or the loss  in a `jax.shard_map` over the replicas, on the rows of one
           takes shards
 mapped    two or more other axes have several devices, which XLA   in a `jax.vmap` over the replicas; only the reduction is
           cannot partition well beside a manual one                manual. What cannot be mapped runs as `manual`, with whole
                                                                    operands (see `rampup.engine.whole`)
-compiled  no axes of replicas, as with `whole_batch`; or the loss  as it is, on all rows: the compiler partitions the axes of
-          runs in none of these ways, such as one with a           the replicas too, and reduces the gradients once per
-          `jax.shard_map` over the axes of the replicas            microbatch. A warning says so if the loss needs it
+compiled  one replica with split rows, or none, as with            as it is, on all rows: the compiler partitions the axes of
+          `whole_batch`; or the loss runs in none of these ways,   the replicas too, and reduces the gradients once per
+          such as a `jax.shard_map` over the replicas' axes        microbatch. A warning says so if the loss needs it
 ========  =======================================================  ========================================================
 """
 

@@ -68,9 +68,9 @@ def train_step(
 
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
-            first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. Gradients do not
-            flow through the weight. The backward pass starts from a cotangent of 1 for loss_sum, however the batch is split, so
-            a backward rule that clips or rounds sees the gradient of a sum and not of a mean. If the state has `mutable` or
+            first axis of `batch`. `keys` is one random key per row, from seed, step and the row's place. Gradients do not flow
+            through the weight. However the batch is split, a backward rule that clips or rounds sees a cotangent of 1 for
+            loss_sum, and so the gradient of a sum and not of a mean. If the state has `mutable` or
             `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up several means, such as
             one per token and one per row, returns a tuple of sums and one of weights: each sum is divided by its own weight
             over the whole step. That takes a pass over the weights before the first gradient, and the engine `fused`; the

@@ -21,8 +21,9 @@ class Sums(NamedTuple):
     """Sums over all rows of an optimizer step.
 
     Attributes:
-        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters; or None. If the
-            loss has several parts, the gradient of `mean_loss` times the largest weight.
+        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters, or with ZeRO-1
+            like each replica's part of them; or None. If the loss has several parts, the gradient of `mean_loss` times the
+            largest weight.
         loss: sum of the losses; a tuple if the loss has several parts.
         weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss. A tuple with `loss`.
         aux: sums of the other results of the loss function.
@@ -132,8 +133,8 @@ def sum_of_means(losses: Any, weights: Any) -> jax.Array:
 
 
 def largest(weights: Any) -> Any:
-    """Return the largest of the weights of several parts, or the weight of a loss that has one."""
-    return functools.reduce(jnp.maximum, jax.tree.leaves(weights))
+    """Return the largest magnitude of the weights of several parts, or the weight of a loss that has one."""
+    return functools.reduce(lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)), jax.tree.leaves(weights))
 
 
 def accumulator(x: Any, dtype: Any = None) -> jax.Array:

@@ -45,7 +45,7 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What the programs of a training step compute. A trace does not know how a state is sharded, so it is an argument.
+    """What the programs of a training step compute. As a trace does not know its shardings, they are an argument.
 
     Attributes:
         loss, mesh, batch_axes, skip_nonfinite: see `rampup.engine.step.train_step`.

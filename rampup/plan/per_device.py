@@ -45,7 +45,7 @@ def ramp_from_config(
     Raises:
         ConfigError: An attribute is missing.
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
-            values.
+            values of the sizes, or of the ramp if the sizes are legal.
 
     Example:
         >>> from types import SimpleNamespace

@@ -13,7 +13,7 @@ from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeErro
 from rampup.plan.describe import describe_plan
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import AUTO, plain_number
+from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
 from rampup.plan.pipeline import PipelineCandidate, pass_bubble
 from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.refusal import batch_error
@@ -111,7 +111,7 @@ class RampPlan:
             raise combine(problems)
         if self.axes is None:
             replicas, stages = self.splitter.data_parallel_size, self.splitter.num_stages
-            rest = max(self.num_devices // (replicas * stages), 1)
+            rest = self.num_devices // (replicas * stages)
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
         object.__setattr__(self, "splits", splits[: len(self.ramp.sizes)])
@@ -153,6 +153,13 @@ class RampPlan:
             text = f"{rule}; -1 loads the batch itself"
             value = last * factor.numerator
             yield BatchDivisibilityError(text, value=value, divisor=factor.denominator, key=key, nearest=(-1,))
+        if self.total_steps < 0:
+            yield ConfigError(f"total_steps={self.total_steps} must be at least 0", key="steps", nearest=(0,))
+        needed = self.splitter.data_parallel_size * self.splitter.num_stages
+        if self.axes is None and (self.num_devices < 1 or self.num_devices % needed):
+            rule = f"num_devices={self.num_devices} must be a multiple of data_parallel_size * num_stages = {needed}"
+            nearest = nearest_multiples(self.num_devices, needed)
+            yield BatchDivisibilityError(rule, value=self.num_devices, divisor=needed, key="num_devices", nearest=nearest)
         if self.axes is not None:
             pairs = {
                 "num_devices": (self.axes.num_devices, self.num_devices),

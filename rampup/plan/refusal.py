@@ -87,7 +87,8 @@ def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplit
             text = f"{key}={_format(size)} must be greater than 0; nearest: {_format(*nearest)}"
             problems.append(RampDefinitionError(text, key=key, nearest=offered))
         elif size % step:
-            samples = f"{_format(size * factor)} samples (num_devices * gradient_accumulation_steps = {factor})"
+            factors = "num_devices" if key.startswith("eval_") else "num_devices * gradient_accumulation_steps"
+            samples = f"{_format(size * factor)} samples ({factors} = {factor})"
             text = f"{key}={_format(size)} gives {samples}, which must be {rule}; nearest {key}: {_format(*nearest)}"
             number = math.floor(size * factor)
             problems.append(BatchDivisibilityError(text, value=number, divisor=unit, key=key, nearest=offered))

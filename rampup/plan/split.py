@@ -1,7 +1,7 @@
 """Splits a global batch, B = d * a * m * b, and checks that it can be split.
 
-Each of the d replicas runs a number `a` of passes, one after the other. A pass is one forward and one backward of m pipeline
-microbatches of b samples. Without a pipeline, m is 1. `BatchSplitter` has G, p and v.
+Each of the d replicas, the shards of the rows over data and fsdp, runs a number `a` of passes, one after the other. A pass is
+one forward and one backward of m pipeline microbatches of b samples. Without a pipeline m is 1. `BatchSplitter` has G, p and v.
 """
 
 from __future__ import annotations

@@ -124,3 +124,5 @@ def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
         build_plan(Config(**keys), 1)
     with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
         build_plan(Config(**keys, eval_interval=-1, eval_per_device_batch_size=0.3), 1)
+    with pytest.raises(BatchDivisibilityError, match=r"gives 1\.2 samples \(num_devices = 4\)"):  # it is not accumulated
+        build_plan(Config(gradient_accumulation_steps=4, eval_per_device_batch_size=0.3), 4)

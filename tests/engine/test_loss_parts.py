@@ -97,6 +97,17 @@ def test_parts_of_a_loss_that_takes_shards_and_of_a_scaled_loss():
     assert_big_batches(*toy.history(step, state))
 
 
+def test_a_negative_weight_beside_none_hides_no_gradient():
+    """A part without weight counts as 0, whatever the sign of the others."""
+
+    def loss(params, batch, keys):
+        return (params["w"] * 0, params["w"] * len(batch["x"])), (jnp.int32(0), -3 * len(batch["x"])), {}
+
+    batch, mesh = {"x": jnp.ones((2, 4, 1))}, toy.mesh_of("one")
+    sums = accumulate(loss, {"w": jnp.float32(1)}, batch, 2, mesh=mesh)
+    np.testing.assert_allclose((sums.mean_loss, sums.mean_grads()["w"]), -1 / 3, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["one", toy.slow("data")])
 def test_weights_may_depend_on_parameters_and_on_what_is_carried(name):
     """The first pass over the microbatches carries what the second one does, and the weights are no part of the gradient."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers.toy import ScaledState, flax_state, loss_fn, mesh_of, new_params, rows, start, train
@@ -141,6 +142,19 @@ def test_a_backward_rule_that_is_not_linear_sees_the_same_however_a_batch_is_spl
     ]
     for params in found[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, found[0])
+
+
+def test_float16_hides_no_gradient_of_a_batch_in_one_microbatch():
+    """There, 1 / weight is 0 for a large weight, so the gradient is that of the sum."""
+
+    def loss(params, batch, keys):
+        x = params["in"].astype(jnp.float16)[:, 0] * batch["x"].astype(jnp.float16).sum()
+        return jnp.sum(x), len(keys) * 3.0 * 2**23, {}
+
+    tx, before = optax.sgd(2.0**30), start("one", loss)[1].params["in"]
+    one, many = (one_step(loss, mesh_name="one", tx=tx, microbatch_size=size)[0].params["in"] for size in (16, 4))
+    assert np.abs(many - before).max() > 0.1
+    np.testing.assert_allclose(one, many, rtol=2e-3)
 
 
 class Unscaled(AccumulatedLoss):

@@ -112,6 +112,11 @@ def test_axes_agree_with_the_splitter_and_the_devices():
     with pytest.raises(ConfigError, match=r"num_devices=8.* 4; data_parallel_size=8.* 4; num_stages=1") as caught:
         RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, num_stages=2)}), axes=MeshAxes(data=8))
     assert caught.value.key == "axes"
+    with pytest.raises(BatchDivisibilityError, match=r"num_devices=6 must be a multiple of .* = 4") as caught:
+        RampPlan(**(KEYS | {"num_devices": 6}))
+    assert caught.value.nearest == (4, 8)
+    with pytest.raises(ConfigError, match="total_steps=-3 must be at least 0"):
+        RampPlan(**(KEYS | {"total_steps": -3}))
 
 
 @pytest.mark.parametrize(
