@@ -223,6 +223,7 @@ def default_half_life(plan: RampPlan) -> float:
     """
     first = max(plan.reserved_sizes[:1] or plan.ramp.sizes)
     samples = first * plan.total_steps if plan.reserved_sizes else plan.consumed_samples
+    samples = samples if plan.budget_samples is None else plan.budget_samples  # total_steps would change as the batch grows
     return max(samples * HALF_LIFE_SHARE, float(first * HALF_LIFE_BATCHES))
 
 

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None
     length = config.max_target_length
-    notes = batch_notes(plan.consumed_samples * length, max(plan.ramp.sizes) * length)
+    notes = batch_notes(plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length)
     facts = (
         plan.to_dict()
         | ({"notes": list(notes)} if notes else {})

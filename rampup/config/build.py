@@ -248,12 +248,14 @@ def make_plan(
         run = None if run is None else seesaw.steps_of(run)
         schedule = None if schedule is None else seesaw.steps_of(schedule)
     rate_scaling, adam = config.batch_rule
+    is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
+    needed = math.ceil(budget or 1)
     plan = RampPlan(
         ramp=ramp,
         splitter=splitter,
         num_devices=num_devices,
         axes=axes,
-        total_steps=ramp.step_of_sample(math.ceil(budget_samples(config) or 1) - 1) + 1 if run is None else run,
+        total_steps=ramp.step_of_sample(needed - 1) + 1 if run is None else run,
         eval_global_batch_size=eval_size,
         learning_rate_batch_scaling=rate_scaling,
         learning_rate_clock=config.learning_rate_clock,
@@ -263,10 +265,11 @@ def make_plan(
         reference_batch_size=config.batch_scaling_reference,
         seesaw=seesaw,
         reserved_sizes=tuple(reserved_sizes or ()),
-        auto_schedule=config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None,
+        auto_schedule=config.auto_schedule if is_auto else None,
+        budget_samples=None if budget is None or not (is_auto and config.auto_schedule == "follow") else needed,
     )
     if adam.is_active:
-        hyperparameters(config, plan)  # a rule can give a value that is no decay rate
+        hyperparameters(config, plan.of_all_sizes)  # a rule can give a value that is no decay rate
     return plan
 
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from rampup.config.key import Key, Settings, closest_keys
 from rampup.config.presets import PRESETS
-from rampup.config.schema import Config
+from rampup.config.schema import BUDGET_KEYS, Config, auto_implies
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE
+from rampup.plan.per_device import AUTO_SCHEDULE
 
 BASE = "base_config"
 ENVIRONMENT_PREFIX = "RAMPUP_"
@@ -150,14 +150,21 @@ def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Map
     """Return the entries of two places. The place nearer to the command line wins.
 
     They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset
-    wins over the far values of its keys. So does a near `batch_size_schedule: auto`, with the values that it needs.
+    wins over the far values of its keys. So does a near `batch_size_schedule: auto`, with the values that it needs, and with a
+    far one a near length of the run, with the clock that it needs.
     """
     replaced = {other for name, entry in near.items() if entry.value not in (None, -1) for other in keys[name].instead_of}
     if "preset" in near and (preset := PRESETS.get(str(near["preset"].value))):
         replaced |= {*preset.keys}
-    kept, schedule = {name: entry for name, entry in far.items() if name not in replaced}, near.get("batch_size_schedule")
-    if schedule is not None and schedule.value == AUTO_SCHEDULE:
-        kept |= {name: replace(schedule, value=value) for name, value in AUTO_IMPLIES.items() if name in kept}
+    kept = {name: entry for name, entry in far.items() if name not in replaced}
+    values = {name: entry.value for name, entry in (kept | dict(near)).items()}
+    if values.get("batch_size_schedule") == AUTO_SCHEDULE:
+        implied = auto_implies(has_budget=any(values.get(name) is not None for name in ("train_samples", "train_tokens")))
+        if (source := near.get("batch_size_schedule")) is None:
+            source = next((near[name] for name in BUDGET_KEYS if name in near), None)
+            implied = {"learning_rate_clock": implied["learning_rate_clock"]}
+        if source is not None:
+            kept |= {name: replace(source, value=value) for name, value in implied.items() if name in kept}
     return kept | dict(near)
 
 

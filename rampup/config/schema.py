@@ -17,7 +17,7 @@ from rampup.config.presets import RAMP_KEYS as PRESET_RAMP_KEYS
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
-from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE, SCHEDULE_UNITS
+from rampup.plan.per_device import AUTO_SCHEDULE, SCHEDULE_UNITS
 from rampup.plan.ramp import AUTO_MODES, AutoMode
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
@@ -169,8 +169,9 @@ class RampKeys(Settings):
         of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps.
         Wins over per_device_batch_size; excludes enable_rampup_batch_size. auto: the batch grows from
         per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures
-        (auto_schedule). It sets enable_rampup_batch_size=false, measure_gradient_noise=true and learning_rate_clock=steps, also
-        against a file that it is set on top of; another value in the same place is an error. null: no schedule.""")
+        (auto_schedule); the run ends with the first batch that reaches train_samples or train_tokens, or after steps. It sets
+        enable_rampup_batch_size=false, measure_gradient_noise=true and the learning_rate_clock of the run's length, samples or
+        steps, also against a file below it; another value in the same place is an error. null: no schedule.""")
     auto_schedule: AutoMode = _ramp("follow", choices=AUTO_MODES, own=True, doc="""
         What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
         size that it would use into the metrics, and the schedule at the end.""")
@@ -307,11 +308,11 @@ class OptimizerKeys(Settings):
     learning_rate_batch_scaling: Literal["auto"] | BatchScaling = _rate("auto", choices=("auto", *BATCH_SCALING), own=True,
         doc="""
         Factor on the learning rate for a batch k times that of batch_scaling_reference: none, sqrt(k) or linear, which is k.
-        auto: that of batch_scaling.""")
+        auto: that of batch_scaling; if that has none and batch_size_schedule=auto, sqrt, or linear for opt_type sgd.""")
     batch_scaling_reference: int | None = _rate(None, kind="int", minimum=1, nullable=True, unit="samples", own=True,
         identity=True, doc="""
         Global batch for which learning_rate and AdamW's constants are given; batch_scaling is relative to it. null: the batch
-        of the last phase, before seesaw_factor.""")
+        of the last phase, before seesaw_factor; with batch_size_schedule=auto, the largest.""")
 
     opt_type: str = _optimizer("adamw", choices=("adamw", "sgd", "muon"), identity=True, doc="""
         Optimizer: adamw, sgd, or muon: Muon for the matrices of the layers and AdamW for the rest, with updates of AdamW's
@@ -473,17 +474,31 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, without Seesaw; None if a budget of samples or tokens decides, with the ramp."""
-        if (self.train_samples, self.train_tokens) != (None, None):
+        if self._has_budget:
             return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
+
+    @property
+    def _has_budget(self) -> bool:
+        return (self.train_samples, self.train_tokens) != (None, None)
+
+    @property
+    def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
+        """See `OptimizerKeys.batch_rule`. A batch that grows by measurement needs a rate that follows it."""
+        rate, adam = super().batch_rule
+        follows = (self.batch_size_schedule, self.auto_schedule) == (AUTO_SCHEDULE, "follow")
+        if follows and rate == "none" and self.learning_rate_batch_scaling == "auto":
+            rate = "linear" if self.opt_type == "sgd" else "sqrt"
+        return rate, adam
 
     def _dependent_defaults(self) -> dict[str, Any]:
         # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
         if self.batch_size_schedule == AUTO_SCHEDULE:
-            found |= {name: value for name, value in AUTO_IMPLIES.items() if name not in self._given}
-        if "steps" not in self._given and (self.train_samples, self.train_tokens) != (None, None):
+            implied = auto_implies(has_budget=self._has_budget)
+            found |= {name: value for name, value in implied.items() if name not in self._given}
+        if "steps" not in self._given and self._has_budget:
             found["steps"] = -1
         if (preset := PRESETS.get(self.preset)) is not None:
             # A ramp of the user's own wins over that of the preset as a whole.
@@ -536,10 +551,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
             refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided later.
-            own_rate = "none" if self.learning_rate_batch_scaling == "none" else "auto"
-            needed = AUTO_IMPLIES | {"rampup_microbatch": "fixed", "whole_batch": False, "batch_scaling": "none"}
-            needed |= {"learning_rate_batch_scaling": own_rate, "seesaw_factor": None}
-            for name, legal in (needed | {"train_samples": None, "train_tokens": None}).items():
+            needed = auto_implies(has_budget=self._has_budget) | {"rampup_microbatch": "fixed", "whole_batch": False}
+            needed |= {"seesaw_factor": None}
+            needed |= {"learning_rate_schedule_steps": -1} if self._has_budget else {"adam_weight_decay_reference_tokens": None}
+            for name, legal in needed.items():
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()
                     rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
@@ -582,6 +597,16 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
                 rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
                 refuse(_LINEAR, f"{found} describes a linear ramp, but {rule}", True)
         return problems
+
+
+def auto_implies(*, has_budget: bool) -> dict[str, Any]:
+    """Return the keys that `batch_size_schedule: auto` needs, each with the only value that works.
+
+    They are: no second ramp, the measurement, and a clock that counts what the length of the run counts. The other unit depends
+    on batches that are decided later.
+    """
+    clock = "samples" if has_budget else "steps"
+    return {_LINEAR: False, "measure_gradient_noise": True, "learning_rate_clock": clock}
 
 
 def head_problems(config: Any) -> list[RampupError]:

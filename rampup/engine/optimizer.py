@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_c
 from rampup.engine.state import MAX_STEPS, check_step_number
 from rampup.engine.totals import accumulator
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
-from rampup.plan.learning_rate import decay_progress
+from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
 # `muon` has the matrices of the hidden layers in Muon, and everything else in AdamW.
@@ -24,6 +25,22 @@ KINDS = ("adamw", "sgd", "muon")
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning rate and one weight decay serve both
 # (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
+
+
+# What a program knows of a `ClockSegment`. Those of a planned ramp are a constant table in which every step looks up its own.
+# If the ramp is decided during the run, the numbers of the step's segment are an argument (`FollowingOptimizer`). Neither needs
+# a compilation for a new batch. Sample counts do not fit into int32, so a segment has the progress before it and per step.
+SegmentNumbers = Mapping[str, Any]
+_SEGMENT_TYPES = {
+    "start_step": np.int32,
+    "global_batch_size": np.int32,
+    **dict.fromkeys(("progress", "progress_per_step", "scale"), np.float32),
+}
+
+
+def segment_numbers(segment: ClockSegment) -> dict[str, np.number]:
+    """Return what a program needs to know of one segment."""
+    return {name: kind(getattr(segment, name)) for name, kind in _SEGMENT_TYPES.items()}
 
 
 # `jax.jit` needs a weak reference to a function.
@@ -84,20 +101,25 @@ class LearningRate:
             decay_style=decay_style,
         )
 
-    def __call__(self, count: Any) -> Any:
-        """Return the learning rate of optimizer step `count`, a traced int32."""
-        # The phases are a constant table in which the program looks up its own, so a phase change needs no compilation.
-        # Sample counts do not fit into int32, so progress is given per phase: its value at the first step, and per step.
-        segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
-        start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
-        index = jnp.searchsorted(start_steps, count, side="right") - 1
+    def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
+        """Return the learning rate of optimizer step `count`, a traced int32.
 
-        def column(name: str) -> Any:
-            return jnp.asarray(np.array([getattr(segment, name) for segment in segments], np.float32))[index]
+        `segment` are the numbers of the segment that the step is in; None = the program looks them up in the plan.
+        """
+        level = None
+        if segment is None:
+            segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
+            start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
+            index = jnp.searchsorted(start_steps, count, side="right") - 1
 
-        progress = column("progress") + (count - start_steps[index]) * column("progress_per_step")
-        level = None if self.plan.seesaw is None else column("level")
-        return self._rate(count, progress, level, jnp) * column("scale")
+            def column(name: str) -> Any:
+                return jnp.asarray(np.array([getattr(segment, name) for segment in segments], np.float32))[index]
+
+            names = ("progress", "progress_per_step", "scale")
+            segment = {"start_step": start_steps[index], **{name: column(name) for name in names}}
+            level = None if self.plan.seesaw is None else column("level")
+        progress = segment["progress"] + (count - segment["start_step"]) * segment["progress_per_step"]
+        return self._rate(count, progress, level, jnp) * segment["scale"]
 
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, computed on the host."""
@@ -124,7 +146,9 @@ class LearningRate:
             after = peak * level
         where = xp.where if xp else (lambda condition, yes, no: yes if condition else no)
         rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
-        return rate if self.kind == "constant" else where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
+        # A run with a budget of samples has no step after the end of its schedule.
+        has_end = self.kind != "constant" and self.plan.budget_samples is None
+        return where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0) if has_end else rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,23 +175,52 @@ class AdamSchedule:
 
     @classmethod
     def from_scaling(cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> Self:
-        """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches."""
+        """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches.
+
+        If the ramp is decided during the run, its plan is one with a step of every size, and `at` has their constants.
+        """
+        plan = plan.of_all_sizes
         return cls(plan=plan, constants=adam_constants(plan, base, scaling))
 
     def at(self, step: int) -> AdamConstants:
         """Return the constants of an optimizer step, on the host."""
         return self.constants[self.plan.segment_index(step)]
 
-    def __call__(self, count: Any) -> dict[str, Any]:
-        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
+    def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> dict[str, Any]:
+        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`.
+
+        `segment` is that of `LearningRate`.
+        """
         table = [
             {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
             for segment, c in zip(self.plan.clock, self.constants, strict=True)
             if segment.start_step <= MAX_STEPS
         ]
-        start_steps = np.array([segment.start_step for segment in self.plan.clock[: len(table)]], np.int32)
-        index = jnp.searchsorted(jnp.asarray(start_steps), count, side="right") - 1
+        key, value = ("start_step", count) if segment is None else ("global_batch_size", segment["global_batch_size"])
+        ordered = np.array([getattr(row, key) for row in self.plan.clock[: len(table)]], np.int32)
+        index = jnp.searchsorted(jnp.asarray(ordered), value, side="right") - 1
         return {name: jnp.asarray(np.array([row[name] for row in table]))[index] for name in table[0]}
+
+
+class FollowingOptimizer(optax.GradientTransformationExtraArgs):
+    """An optimizer for batches that are decided during the run: its `update` takes `segment`, the `SegmentNumbers` of a step.
+
+    Example:
+        >>> tx = FollowingOptimizer.of(lambda segment: optax.sgd(1.0 if segment is None else segment["scale"]))
+        >>> float(tx.update(np.float32(3), tx.init(np.float32(0)), segment={"scale": 0.5})[0])
+        -1.5
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]) -> Self:
+        """Return the optimizer whose update is that of the one that `make` returns for the numbers of the step."""
+
+        def update(grads: Any, state: Any, params: Any = None, *, segment: SegmentNumbers, **_: Any) -> tuple[Any, Any]:
+            return make(segment).update(grads, state, params)
+
+        return cls(make(None).init, update)
 
 
 class MomentMasses(NamedTuple):
@@ -177,7 +230,9 @@ class MomentMasses(NamedTuple):
     b2: jax.Array
 
 
-def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -> optax.GradientTransformation:
+def scheduled_adamw(
+    learning_rate: optax.ScalarOrSchedule, adam: Callable[[Any], dict[str, Any]]
+) -> optax.GradientTransformation:
     """Return AdamW whose constants change from phase to phase, in one program.
 
     With the constants of one phase it computes what `optax.adamw` computes. It divides the moments by `MomentMasses`, which its
@@ -230,7 +285,7 @@ def make_optimizer(
     clip_norm: float = 1.0,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
-    adam: AdamSchedule | None = None,
+    adam: Callable[[Any], dict[str, Any]] | None = None,
     matrices: Callable[[Any], Any] | None = None,
 ) -> optax.GradientTransformation:
     """Return an optimizer: clipping by global norm, then AdamW, SGD or Muon.
@@ -292,10 +347,12 @@ def _muon(
     )
 
 
-def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **others: Any) -> optax.GradientTransformation:
+def optimizer_from_config(
+    config: Any, rate: LearningRate, *, adam: AdamSchedule | None = None, **others: Any
+) -> optax.GradientTransformation:
     """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
-    return make_optimizer(
-        learning_rate,
+    make = functools.partial(
+        make_optimizer,
         kind=config.opt_type,
         b1=config.adam_b1,
         b2=config.adam_b2,
@@ -304,6 +361,14 @@ def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **ot
         clip_norm=config.gradient_clipping_threshold,
         **others,
     )
+    if not rate.plan.follows:
+        return make(learning_rate=rate, adam=adam)
+
+    def of_step(segment: SegmentNumbers | None) -> optax.GradientTransformation:
+        own = adam and functools.partial(adam, segment=segment)
+        return make(learning_rate=functools.partial(rate, segment=segment), adam=own)
+
+    return FollowingOptimizer.of(of_step)
 
 
 def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any) -> optax.GradientTransformation:

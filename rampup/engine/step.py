@@ -31,10 +31,12 @@ from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh, with_either_axes
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
+from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type, raise_together
+from rampup.plan.learning_rate import ClockSegment
 from rampup.plan.pipeline import pass_ticks
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
@@ -227,6 +229,12 @@ class TrainStep:
         self._on_devices = functools.cache(
             lambda number: jax.make_array_from_callback((), replicated(mesh), lambda _: np.int32(number))
         )
+        # The same for the numbers of a segment, for an optimizer that takes them.
+        self._segment_on_devices = functools.cache(
+            lambda segment: jax.tree.map(
+                lambda x: jax.make_array_from_callback((), replicated(mesh), lambda _: x), self._segment_of(segment)
+            )
+        )
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -273,7 +281,7 @@ class TrainStep:
         if self._is_fused:
             split = batch.position.split
             counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
-            args = self._padded(batch), counts
+            args = self._padded(batch), counts, self._segment_on_devices(batch.position.segment)
             lower = functools.partial(self._lower_program, Update.fused, state, *args)
             program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
@@ -445,8 +453,9 @@ class TrainStep:
         array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
         chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
         chunks = (chunk,) * layout.num_chunks
-        count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
-        return self._lower_program(Update.fused, state, chunks, (count, count))
+        scalar = functools.partial(jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh))
+        segment = jax.tree.map(lambda x: scalar(x.dtype), self._segment_of(self._plan.clock[0]))
+        return self._lower_program(Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment)
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, as jaxprs, which no device or split changes.
@@ -469,8 +478,9 @@ class TrainStep:
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
             run: Any = self._update.run_optimizer
+            loss_shape, segment = jax.ShapeDtypeStruct((), np.float32), self._segment_of(self._plan.clock[0])
             traces: dict[str, Callable[[], Any]] = {
-                "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, jax.ShapeDtypeStruct((), np.float32)),
+                "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, loss_shape, segment),
                 "loss": lambda: jax.make_jaxpr(loss)(shapes, rows, keys),
             }
             for name, trace in traces.items():
@@ -478,6 +488,10 @@ class TrainStep:
                 with contextlib.suppress(Exception):
                     found[name] = trace()
         return found
+
+    def _segment_of(self, segment: ClockSegment) -> dict[str, np.number] | None:
+        """Return the numbers of a segment if the optimizer takes them: those of other optimizers know the plan."""
+        return segment_numbers(segment) if isinstance(self.tx, FollowingOptimizer) else None
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""

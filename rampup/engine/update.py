@@ -25,6 +25,7 @@ from rampup.engine.explicit import with_explicit_axes
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
+from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
 from rampup.engine.state import carried, join_frozen, replace_carried, replace_fields, split_frozen
 from rampup.engine.totals import (
     Sums,
@@ -66,11 +67,20 @@ class Update:
     measures_noise: bool
     has_explicit: bool = False
 
-    def fused(self, shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts) -> tuple[Any, Metrics]:
+    def fused(
+        self,
+        shardings: Any,
+        state: Any,
+        frozen: Any,
+        chunks: tuple[Any, ...],
+        counts: Counts,
+        segment: SegmentNumbers | None = None,
+    ) -> tuple[Any, Metrics]:
         """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
 
         `chunks` are arrays that are (K, R, ...) when joined. `counts` are the microbatches of a pass and the passes, whose
-        product is at most K. `state` is the state without `frozen`, before and after; `shardings` are those of both.
+        product is at most K. `state` is the state without `frozen`, before and after; `shardings` are those of both. `segment`
+        is for a `FollowingOptimizer`.
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
@@ -101,7 +111,7 @@ class Update:
             # The forward pass needed whole parameters. Now each replica updates its own part of them.
             state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
         with jax.named_scope("update"):
-            new = self.run_optimizer(state, grads, metrics["loss"])
+            new = self.run_optimizer(state, grads, metrics["loss"], segment)
         # The step number moves on in any case, and what the loss function carries also without a weight.
         changes, mutable, scale = {"step": new.step}, sums.mutable, getattr(state, "dynamic_scale", None)
         if self.skip_nonfinite or scale is not None:
@@ -208,10 +218,12 @@ class Update:
         has_axes = self.has_explicit and shardings is not None
         return _bind_frozen(explicit_loss(self.loss, self.mesh, shardings) if has_axes else self.loss, state)
 
-    def run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
+    def run_optimizer(self, state: Any, grads: Any, loss: jax.Array, segment: SegmentNumbers | None = None) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
 
         def update_with_loss(*args: Any) -> Any:
+            if isinstance(self.tx, FollowingOptimizer):
+                return self.tx.update(*args, segment=segment)
             try:
                 return self.tx.update(*args, value=loss)
             except TypeError as error:

@@ -22,7 +22,6 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.hyperparameters import adam_constants
 from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
 from rampup.config.resume import plan_to_resume, ramp_record
@@ -310,8 +309,8 @@ class Run:
         share, num_shares = jax.process_index() // loading.factor, jax.process_count() // loading.factor
         own = fingerprints(paths, share, num_shares) if loading.reads else {}
         data = dict(sorted(itertools.chain(*(json.loads(part).items() for part in gather_from_all(json.dumps(own))))))
-        # The samples that the run can take: with `batch_size_schedule: auto`, as if the batch were the largest from the start.
-        num_samples = max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)])
+        # The most samples that the run can take.
+        num_samples = plan.consumed_samples if plan.auto is None else plan.auto["max_samples"]
         loader = BatchLoader(
             source=train_rows,
             plan=plan,
@@ -387,10 +386,17 @@ class Run:
                 sizes, mode = plan.reserved_sizes, plan.auto_schedule
                 waste = config.auto_max_waste
                 auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows, max_waste=waste)
+        now = plan
+
+        def plan_now() -> RampPlan:
+            # A ramp that follows the run grows while it runs.
+            nonlocal now
+            if auto is not None and plan.follows and len(auto.rows) > len(now.ramp.phases):
+                now = plan.grown(auto.ramp)
+            return now
 
         def describe_rows(step: int) -> list[str]:
-            # A ramp that follows the run grows while it runs.
-            ramp = auto.ramp if auto is not None and auto.mode == "follow" else plan.ramp
+            ramp = plan_now().ramp
             rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
@@ -405,18 +411,14 @@ class Run:
             batches_of=lambda other: replace(self.loader, plan=other).batches,
             folder=folder,
             metrics=MetricOptions(
-                learning_rate=learning_rate(config, plan).at,
+                learning_rate=lambda step: learning_rate(config, plan_now()).at(step),
                 tokens_per_sample=config.max_target_length,
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                 writers=functools.partial(self.writers, folder),
                 skip_nonfinite=config.skip_nonfinite,
                 describe_rows=describe_rows,
             ),
-            # The configuration and the fingerprints say what it computes, and on what.
-            components=(
-                SameRun(None),
-                *(part for part in (noise, auto and noise and AutoBatch(auto, noise, on_event)) if part),
-            ),
+            components=tuple(components),
             checkpoints=CheckpointOptions(
                 checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
                 max_to_keep=config.max_num_checkpoints_to_keep,
@@ -442,9 +444,6 @@ class Run:
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    if plan.auto_schedule is not None:
-        # The rate depends on the step alone: it must be the same whenever the batch grows.
-        plan = replace(plan, ramp=BatchRamp.constant(plan.reserved_sizes[0]))
     return LearningRate.from_config(
         config,
         plan,
@@ -459,9 +458,8 @@ def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = No
 
     Their length is that of `run_plan`, by default the rate's.
     """
-    scaling, adam = adam_scaling(config, run_plan or rate.plan), None
-    if scaling.is_active:
-        adam = AdamSchedule(plan=rate.plan, constants=adam_constants(rate.plan, adam_base(config), scaling))
+    scaling = adam_scaling(config, run_plan or rate.plan)
+    adam = AdamSchedule.from_scaling(rate.plan, adam_base(config), scaling) if scaling.is_active else None
     return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam, matrices=matrices)
 
 

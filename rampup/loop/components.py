@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -217,4 +217,4 @@ class AutoBatch(Component):
     def next_plan(self, plan: Any) -> Any:
         """See `Component`."""
         follows = self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
-        return replace(plan, ramp=self.schedule.ramp) if follows else plan
+        return plan.grown(self.schedule.ramp) if follows else plan

@@ -55,8 +55,9 @@ def summary(plan: RampPlan) -> tuple[str, str]:
     """Return two lines: the run, and its ramp."""
     replicas = plan.splitter.data_parallel_size
     devices = f"{plan.num_devices:,} device{'s' * (plan.num_devices > 1)}"
-    run = f"{devices}, data parallel {replicas:,}, {plan.total_steps:,} steps"
-    if plan.auto_schedule != "follow":
+    length = f"{plan.total_steps:,} steps" if plan.budget_samples is None else f"{plan.budget_samples:,} samples"
+    run = f"{devices}, data parallel {replicas:,}, {length}"
+    if not plan.follows:
         run += f", {plan.consumed_samples:,} samples"
     shapes = plan.num_compiled_shapes
     return run, f"{_ramp_summary(plan)}; {shapes} compiled shape{'s' * (shapes > 1)}"
@@ -68,9 +69,10 @@ def _ramp_summary(plan: RampPlan) -> str:
     if plan.auto is not None:
         possible = [f"{size:,}" for size in plan.auto["sizes"]]
         listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
-        if plan.auto_schedule == "follow":
-            bounds = f"{plan.auto['min_samples']:,} to {plan.auto['max_samples']:,} samples"
-            return f"auto: {listed} samples, by the measured noise scale; {bounds}"
+        if plan.follows:
+            ends = [(plan.auto[f"min_{unit}"], plan.auto[f"max_{unit}"]) for unit in ("steps", "samples")]
+            steps, samples = (f"{least:,}" if least == most else f"{least:,} to {most:,}" for least, most in ends)
+            return f"auto: {listed} samples, by the measured noise scale; {steps} steps and {samples} samples"
         return f"{constant}; auto only advises: {listed} samples, by the measured noise scale"
     if len(sizes) == 1:
         return constant
@@ -95,7 +97,7 @@ def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
 def last_steps(plan: RampPlan) -> str:
     """Return the last phase's cell in the column of steps: "auto" if the measured noise scale may end it, else "rest"."""
     can_grow = any(size > plan.ramp.sizes[-1] for size in plan.reserved_sizes)
-    return "auto" if plan.auto_schedule == "follow" and can_grow else "rest"
+    return "auto" if plan.follows and can_grow else "rest"
 
 
 def loading(plan: RampPlan) -> str | None:
@@ -116,12 +118,15 @@ def loading(plan: RampPlan) -> str | None:
 def advice(plan: RampPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that cost time or loss, and about phases that the run does not reach."""
     notes = []
-    most = max(plan.clock, key=lambda segment: segment.scale)
+    most = max(plan.of_all_sizes.clock, key=lambda segment: segment.scale)
     if most.scale > MOST_RATE_SCALE and plan.seesaw is None:
         rate = f"a batch of {most.global_batch_size:,} has {most.scale:.3g} times the learning rate that was tuned"
         notes.append(
             f"{rate}; beyond {MOST_RATE_SCALE:g} times, runs that follow such a rule became unstable (marin issue 6044)"
         )
+    if plan.follows and not plan.scales_learning_rate:
+        kept = "learning_rate_batch_scaling=none keeps the learning rate as it is while the batch grows"
+        notes.append(f"{kept}, which can take more steps than a batch that does not grow")
     final = plan.splits[-1]
     size = plan.ramp.sizes[-1]
     largest = plan.splitter.largest_microbatch(size)

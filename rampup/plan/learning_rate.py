@@ -98,6 +98,7 @@ def clock_segments(
     scaling: BatchScaling,
     reference_size: int,
     seesaw: Seesaw | None = None,
+    schedule_samples: int | None = None,
 ) -> tuple[ClockSegment, ...]:
     """Return the schedule's clock, phase by phase.
 
@@ -109,6 +110,7 @@ def clock_segments(
         scaling: how the learning rate depends on the batch size.
         reference_size: the batch size for which the learning rate was chosen.
         seesaw: the transform that made the ramp, if any.
+        schedule_samples: length of the schedule on the clock of samples; None = what the ramp consumes in `schedule_steps`.
 
     Example:
         >>> ramp = BatchRamp.piecewise([(0, 10), (100, 30)])
@@ -118,11 +120,7 @@ def clock_segments(
     """
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
-    total = schedule_steps if clock == "steps" else ramp.samples_before(schedule_steps)
-    if clock == "samples" and seesaw is not None and seesaw.schedule_samples is not None:
-        # The steps of the grown batches may take more samples than are planned.
-        total = seesaw.schedule_samples
-
+    total = schedule_steps if clock == "steps" else schedule_samples or ramp.samples_before(schedule_steps)
     starts = {phase.start_step for phase in ramp.phases}
     if seesaw is not None:
         # A cut takes effect with the first step that starts at or past its sample.

@@ -21,9 +21,6 @@ SCHEDULE_UNITS = ("samples", "tokens")
 
 # The value of `batch_size_schedule` that follows the measured gradient noise, see `AutoMode`; unknown to `ramp_from_config`.
 AUTO_SCHEDULE = "auto"
-# The keys that it needs, each with the only value that works: no second ramp, the measurement, and a clock that does not depend
-# on batches decided later.
-AUTO_IMPLIES = {"enable_rampup_batch_size": False, "measure_gradient_noise": True, "learning_rate_clock": "steps"}
 
 
 def ramp_from_config(

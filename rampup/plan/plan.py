@@ -33,12 +33,14 @@ class PlanPosition:
         consumed_samples: samples consumed by these steps.
         phase: the phase of the next step.
         split: the split of the next step's batch.
+        segment: the segment of the learning rate's clock that the next step is in.
     """
 
     step: int
     consumed_samples: int
     phase: Phase
     split: BatchSplit
+    segment: ClockSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class RampPlan:
         reserved_sizes: global batch sizes that the run may use besides those of the ramp, as with `batch_size_schedule: auto`.
             They are checked and split with the others, and the buffers of rows have room for them.
         auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes; None without it.
+        budget_samples: length of the run in samples, if `auto_schedule` follows it: the run ends with the first batch that
+            reaches them, so `total_steps` is that of the ramp so far (`grown`). The clock of samples ends there too.
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -101,6 +105,7 @@ class RampPlan:
     seesaw: Seesaw | None = None
     reserved_sizes: tuple[int, ...] = ()
     auto_schedule: AutoMode | None = None
+    budget_samples: int | None = None
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -125,6 +130,8 @@ class RampPlan:
             scaling=self.learning_rate_batch_scaling,
             reference_size=self.reference_size,
             seesaw=self.seesaw,
+            # The steps of Seesaw's grown batches may take more samples than are planned; those of `auto` are not known.
+            schedule_samples=self.budget_samples if self.seesaw is None else self.seesaw.schedule_samples,
         )
         object.__setattr__(self, "clock", segments)
         counts: dict[int, int] = {}
@@ -173,7 +180,8 @@ class RampPlan:
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
         phase, consumed = self.ramp.phase_at(step), self.ramp.samples_before(step)
-        return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=self.splits[phase.index])
+        split, segment = self.splits[phase.index], self.segment_at(step)
+        return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=split, segment=segment)
 
     def segment_at(self, step: int) -> ClockSegment:
         """Return the segment of the learning-rate schedule's clock that an optimizer step is in."""
@@ -195,8 +203,27 @@ class RampPlan:
 
     @property
     def reference_size(self) -> int:
-        """The batch size for which the hyperparameters were chosen: by default that of the last phase, before Seesaw."""
-        return self.reference_batch_size or (self.seesaw.base if self.seesaw else self.ramp).sizes[-1]
+        """The batch size for which the hyperparameters were chosen: by default the last that there may be, before Seesaw."""
+        sizes = self.reserved_sizes if self.follows else (self.seesaw.base if self.seesaw else self.ramp).sizes
+        return self.reference_batch_size or sizes[-1]
+
+    @property
+    def follows(self) -> bool:
+        """Whether the run decides about its batches while it runs."""
+        return self.auto_schedule == "follow"
+
+    def grown(self, ramp: BatchRamp) -> RampPlan:
+        """Return this plan with a ramp that continues its own, and the steps that its budget, if it has one, then takes."""
+        steps = self.total_steps if self.budget_samples is None else ramp.step_of_sample(self.budget_samples - 1) + 1
+        return replace(self, ramp=ramp, total_steps=steps)
+
+    @property
+    def of_all_sizes(self) -> RampPlan:
+        """This plan, or for a run that follows, one with a step of every size: for what depends on the size alone."""
+        if not self.follows:
+            return self
+        sizes = sorted({*self.ramp.sizes, *self.reserved_sizes})
+        return self.grown(BatchRamp.piecewise(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)))
 
     @property
     def num_compiled_shapes(self) -> int:
@@ -252,17 +279,22 @@ class RampPlan:
     def auto(self) -> dict[str, Any] | None:
         """What is known of `batch_size_schedule=auto` before the run, as in `rampup plan --json`; None without it.
 
-        `sizes` are the global batch sizes that it may still use, or advise; the run consumes `min_samples` to `max_samples`.
+        `sizes` are the global batch sizes that it may still use, or advise; the run takes `min_steps` to `max_steps` and
+        consumes `min_samples` to `max_samples`: the batch stays, or is the largest from the last phase's start on.
         """
         if self.auto_schedule is None:
             return None
-        now, began = self.ramp.sizes[-1], min(self.ramp.ramp_steps, self.total_steps)
-        least = most = self.consumed_samples
-        sizes = self.reserved_sizes
-        if self.auto_schedule == "follow":  # The batch never shrinks.
+        now, steps = self.ramp.sizes[-1], self.total_steps
+        sizes, samples = self.reserved_sizes, [self.consumed_samples]
+        if self.follows:  # The batch never shrinks.
             sizes = (now, *(size for size in sizes if size > now))
-            most = self.ramp.samples_before(began) + (self.total_steps - began) * sizes[-1]
-        return {"sizes": sizes, "min_samples": least, "max_samples": most}
+            *before, (step, sample, _) = self.ramp.to_rows()
+            largest = self.grown(BatchRamp.from_rows([*before, [step, sample, sizes[-1]]]))
+            steps, samples = largest.total_steps, [*samples, largest.consumed_samples]
+            if self.budget_samples is not None and len(sizes) > 1:
+                samples = [self.budget_samples, self.budget_samples + sizes[-1] - 1]
+        counts = {"min_steps": steps, "max_steps": self.total_steps}
+        return {"sizes": sizes, **counts, "min_samples": min(samples), "max_samples": max(samples)}
 
     def timetable(self, phase: int = -1) -> Timetable:
         """Return the timetable of one pipeline pass of a phase, by default the last: 1F1B, or interleaved with repeats.

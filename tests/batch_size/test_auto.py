@@ -5,11 +5,13 @@ import math
 
 import numpy as np
 import pytest
+from helpers.risk import SPECTRA
 
 from rampup import Config, build_plan
 from rampup.batch_size.auto import DECISION_PERIOD, AutoSchedule
-from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.batch_size.noise_scale import NoiseEstimate, default_half_life
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
+from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.per_device import auto_sizes
 from rampup.plan.ramp import BatchRamp
 
@@ -99,11 +101,18 @@ def test_auto_schedule_checks_every_size_before_the_run():
     with pytest.raises(RampupError) as caught:
         build_plan(Config(**pair | {"per_device_batch_size": 20}, eval_per_device_batch_size=0.3, ici_fsdp_parallelism=3), 2)
     assert str(caught.value).count("must be a multiple of the first of 12") == 1
-    wrong = {"learning_rate_clock": "samples", "learning_rate_batch_scaling": "sqrt", "batch_scaling": "half_life"}
-    wrong |= {"measure_gradient_noise": False, "rampup_microbatch": "auto", "enable_rampup_batch_size": True}
-    for name, value in (wrong | {"train_samples": 1000}).items():
-        with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):
-            Config(batch_size_schedule="auto", **{name: value})
+    wrong = {"measure_gradient_noise": False, "rampup_microbatch": "auto", "enable_rampup_batch_size": True}
+    for budget, own in (
+        ({}, {"learning_rate_clock": "samples", "adam_weight_decay_reference_tokens": 1000, "batch_scaling": "timescale"}),
+        ({"train_samples": 1000}, {"learning_rate_clock": "steps", "learning_rate_schedule_steps": 10}),
+    ):
+        for name in (wrong | own).keys() - {"batch_scaling"}:
+            with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):
+                Config(batch_size_schedule="auto", **budget, **wrong | own)
+    # A rule that one of the sizes breaks, which the run may never reach.
+    keys = {"batch_size_schedule": "auto", "batch_scaling": "sde", "adam_b2": 0.5, "per_device_batch_size_start": 1}
+    with pytest.raises(ConfigError, match="a global batch of 32 samples"):
+        build_plan(Config(**keys, per_device_batch_size=32, batch_scaling_reference=8), 1)
     with pytest.raises(ConfigError, match="auto_schedule"):
         Config(batch_size_schedule="auto", auto_schedule="maybe")
 
@@ -113,14 +122,18 @@ def test_the_plan_says_what_auto_may_do():
     keys = {"batch_size_schedule": "auto", "steps": 500}
     plan = build_plan(Config(**keys), 4)
     text = str(plan)
-    assert "auto: 16, 32 or 64 samples, by the measured noise scale; 8,000 to 32,000 samples" in text
+    assert "auto: 16, 32 or 64 samples, by the measured noise scale; 500 steps and 8,000 to 32,000 samples" in text
     assert not any(word in text for word in ("stays", "rest", "500 steps, "))
-    assert plan.to_dict()["auto"] == {"sizes": (16, 32, 64), "min_samples": 8_000, "max_samples": 32_000}
+    assert "note: " not in text
+    kept = build_plan(Config(**keys, learning_rate_batch_scaling="none"), 4)
+    assert "note: learning_rate_batch_scaling=none keeps" in str(kept)
+    steps = {"min_steps": 500, "max_steps": 500}
+    assert plan.to_dict()["auto"] == {"sizes": (16, 32, 64), **steps, "min_samples": 8_000, "max_samples": 32_000}
     grown = build_plan(Config(**keys), 4, ramp=BatchRamp.from_schedule("0:16 160:32"), reserved_sizes=(16, 32, 64))
-    assert grown.auto == {"sizes": (32, 64), "min_samples": 160 + 490 * 32, "max_samples": 160 + 490 * 64}
-    assert "auto: 32 or 64 samples, by the measured noise scale; 15,840 to 31,520 samples" in str(grown)
+    assert grown.auto == {"sizes": (32, 64), **steps, "min_samples": 160 + 490 * 32, "max_samples": 160 + 490 * 64}
+    assert "auto: 32 or 64 samples, by the measured noise scale; 500 steps and 15,840 to 31,520 samples" in str(grown)
     advised = build_plan(Config(**keys, auto_schedule="advise"), 4)
-    assert advised.auto == {"sizes": (16, 32, 64), "min_samples": 8_000, "max_samples": 8_000}
+    assert advised.auto == {"sizes": (16, 32, 64), **steps, "min_samples": 8_000, "max_samples": 8_000}
     assert "8,000 samples\nthe batch stays at 16 samples; auto only advises: 16, 32 or 64 samples" in str(advised)
     advice = AutoSchedule(sizes=(4,), mode="advise", half_life_samples=9, rows=[[0, 0, 4]])
     unknown = NoiseEstimate(value=None, low=None, high=None)
@@ -130,3 +143,63 @@ def test_the_plan_says_what_auto_may_do():
     assert "auto: 16 samples, " in str(single)
     assert "rest" in str(single)
     assert "auto" not in build_plan(Config(), 4).to_dict()
+
+
+def test_a_budget_bounds_what_auto_may_cost():
+    """After random decisions, the run ends with the batch that reaches its budget, within the bounds of every plan."""
+    keys = {"batch_size_schedule": "auto", "per_device_batch_size": 16, "batch_scaling": "sqrt", "lr_schedule_type": "cosine"}
+    plan = build_plan(Config(**keys, train_samples=4_001), 4)
+    assert plan.auto == {"sizes": (16, 32, 64), "min_steps": 63, "max_steps": 251, "min_samples": 4_001, "max_samples": 4_064}
+    assert "data parallel 4, 4,001 samples\n" in str(plan)
+    assert "63 to 251 steps and 4,001 to 4,064 samples" in str(plan)
+    assert build_plan(Config(**keys, train_tokens=4_000 * 128 + 1), 4) == plan
+    advised = build_plan(Config(**keys, train_samples=4_001, auto_schedule="advise"), 4)
+    assert default_half_life(plan) == default_half_life(plan.grown(BatchRamp.from_schedule("0:16 160:32")))
+    assert (advised.total_steps, advised.reference_size, plan.reference_size) == (251, 16, 64)
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        auto = AutoSchedule(sizes=plan.reserved_sizes, mode="follow", half_life_samples=300, rows=plan.ramp.to_rows())
+        now, step, bounds = plan, 0, []
+        while step < now.total_steps:
+            step += 1
+            if auto.is_due(step):
+                auto.decide(step=step, sample=now.ramp.samples_before(step), noise_scale=random_noise(rng))
+                # What has been done stays: the batches, the samples and the rate.
+                grown = plan.grown(auto.ramp)
+                assert grown.position(step - 1).segment == now.position(step - 1).segment
+                now = grown
+                bounds.append(now.auto)
+        assert now.consumed_samples - now.position(step - 1).split.global_batch_size < 4_001 <= now.consumed_samples
+        for found in bounds:
+            assert found["min_steps"] <= step <= found["max_steps"]
+            assert found["min_samples"] <= now.consumed_samples <= found["max_samples"]
+        for number in range(step):
+            segment, sample = now.segment_at(number), now.ramp.samples_before(number)
+            progress = segment.progress + (number - segment.start_step) * segment.progress_per_step
+            assert progress == pytest.approx(sample / 4_001)
+            assert segment.scale == math.sqrt(now.ramp.global_batch_size_at(number) / 64)
+
+
+def exact_run(start, sizes, rule):
+    """Return steps and samples to 1% of the first risk. The rate is the best one for a batch of 4, scaled by a rule."""
+    auto = AutoSchedule(sizes=sizes, mode="follow", half_life_samples=80, rows=[[0, 0, 4]])
+    state, step, sample = start, 0, 0
+    while state.risk > 0.01 * start.risk:
+        if auto.is_due(step):
+            auto.decide(step=step, sample=sample, noise_scale=state.noise_scale)
+        state = state.step(state.best_rate(4) * learning_rate_scale(auto.size, 4, rule), auto.size)
+        step, sample = step + 1, sample + auto.size
+    return step, sample
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_auto_needs_fewer_steps_than_no_ramp_at_a_bounded_cost(spectrum):
+    """In exact regressions, `auto` with the rate of SGD takes fewer steps, and at most 1.3 times the samples, to a risk."""
+    start = SPECTRA[spectrum]
+    steps, samples = exact_run(start, (4,), "none")
+    for largest in (16, 64, 512):
+        fewer, more = exact_run(start, auto_sizes(4, largest), "linear")
+        assert fewer < 0.8 * steps
+        assert more <= 1.3 * samples
+    if spectrum == "steep":  # With the rate of the small batch, growing is worse than not growing.
+        assert exact_run(start, auto_sizes(4, 64), "none")[0] > steps

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from helpers.risk import Regression
+from helpers.risk import SPECTRA, Regression
 
 from rampup.batch_size.critical import (
     BranchWindow,
@@ -31,8 +31,7 @@ TOLERANCES = (0.003, 0.01, 0.03, 0.1)
 @functools.cache
 def checkpoint(steps):
     """Return the state of one run on the recursion."""
-    h = 1 / np.arange(1, 65) ** 0.8
-    return Regression(h, np.ones(64), 0.5).after(steps, ETA, BASE)
+    return SPECTRA["middle"].after(steps, ETA, BASE)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers.risk import Regression
+from helpers.risk import SPECTRA
 
 from rampup.batch_size import design_model
 from rampup.batch_size.design_model import DesignModel, NoiseCurve, NoisePoint, StepTimes, loss_penalty, noise_curves
@@ -15,7 +15,7 @@ from rampup.errors import DataError
 from rampup.plan.ramp import BatchRamp
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
-START = Regression(1 / np.arange(1, 33) ** 0.7, np.ones(32), 1.0)
+START = SPECTRA["wide"]
 TARGET = 0.004
 MAX_STEPS = 60_000
 

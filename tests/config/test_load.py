@@ -160,6 +160,12 @@ def test_auto_alone_is_enough(write):
     assert {config.where(name) for name in needed} == {"command line"}
     path = write("base_config: base.yml\nbatch_size_schedule: auto\n")
     assert load_config(path).measure_gradient_noise
+    # The clock is that of the run's length, wherever that is set.
+    for setting, clock in (("train_samples=99", "samples"), ("train_tokens=99", "samples"), ("steps=9", "steps")):
+        assert load_config(path, [setting]).learning_rate_clock == clock
+    budget = write("base_config: base.yml\nbatch_size_schedule: auto\ntrain_samples: 99\n", "budget.yml")
+    assert load_config(budget).learning_rate_clock == "samples"
+    assert load_config(budget, ["steps=9"]).learning_rate_clock == "steps"
     for name, value in zip(needed, ("true", "false", "samples"), strict=True):
         for overrides in (["batch_size_schedule=auto", f"{name}={value}"], [f"{name}={value}"]):
             with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):

@@ -9,7 +9,7 @@ from helpers import toy
 
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.data.batches import step_batches
-from rampup.engine.optimizer import AdamSchedule, LearningRate, make_optimizer, scheduled_adamw
+from rampup.engine.optimizer import AdamSchedule, LearningRate, make_optimizer, scheduled_adamw, segment_numbers
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.engine.update import select_step
@@ -152,3 +152,21 @@ def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
     for segment in (segment for segment in plan.clock[1:] if segment.start_step < plan.total_steps):
         assert rate.at(segment.start_step) == pytest.approx(0.3 * segment.level * (segment.global_batch_size / 16) ** 0.5)
     assert len(plan.clock) > len(plan.ramp.phases) == 4
+
+
+@pytest.mark.parametrize("ramp", ["0:8 100:16 250:32", "0:8M 5B:16M 9B:32M"])
+def test_a_program_that_is_given_its_segment_computes_what_one_with_a_table_does(ramp):
+    """At every step of a ramp that was decided during the run, rate and constants of AdamW are those of the planned ramp."""
+    ramp = BatchRamp.from_schedule(ramp)
+    keys = {"splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1, "learning_rate_batch_scaling": "sqrt"}
+    planned = RampPlan(ramp=ramp, total_steps=900, learning_rate_clock="samples", **keys)
+    keys |= {"learning_rate_clock": "samples", "budget_samples": planned.consumed_samples, "auto_schedule": "follow"}
+    began = RampPlan(ramp=BatchRamp.constant(ramp.sizes[0]), total_steps=9999, reserved_sizes=ramp.sizes, **keys)
+    grown = began.grown(ramp)
+    assert grown.total_steps == 900
+    table, given = (LearningRate(plan=plan, peak=0.3, warmup_fraction=0.1) for plan in (planned, began))
+    constants, given_constants = (AdamSchedule.from_scaling(plan, BASE, SCALING) for plan in (planned, began))
+    for step in {*range(0, 900, 50), *(phase.start_step + n for phase in ramp.phases for n in (0, 1)), 899}:
+        segment = segment_numbers(grown.position(step).segment)
+        assert table(jnp.int32(step)) == given(jnp.int32(step), segment) > (-1 if step == 0 else 0)
+        assert constants(jnp.int32(step)) == given_constants(jnp.int32(step), segment)

@@ -49,3 +49,13 @@ class Regression:
         """Return the learning rate with the largest expected decrease of the risk in one step."""
         h, m = self.h, self.m
         return float(h**2 @ m / (h**3 @ m)) / (1 + self.noise_scale / batch)
+
+
+# Problems of known truth, each before the first step.
+SPECTRA = {
+    "flat": Regression(np.ones(16), np.ones(16), 1.0),
+    "two directions": Regression((1.0, 0.01), np.ones(2), 0.2),
+    "wide": Regression(1 / np.arange(1, 33) ** 0.7, np.ones(32), 1.0),
+    "middle": Regression(1 / np.arange(1, 65) ** 0.8, np.ones(64), 0.5),
+    "steep": Regression(1 / np.arange(1, 65), np.ones(64), 0.5),
+}

@@ -1,10 +1,11 @@
 """Tests of `measure_gradient_noise` and `batch_size_schedule: auto` in runs of the language model."""
 
 import itertools
+import math
 
 import pytest
 from helpers import tiny
-from helpers.runs import metrics_of
+from helpers.runs import assert_same_run, metrics_of
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan
@@ -14,16 +15,20 @@ from rampup.lm.branches import _Branches, _find_run
 from rampup.lm.train import train
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.components import GRADIENT_NOISE
+from rampup.loop.events import StepDone, ignore_event
 from rampup.loop.loop import RAMP_ROWS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-AUTO = tiny.AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "checkpoint_period": 7}
+AUTO = tiny.AUTO | {"checkpoint_period": 7}
+# A run whose batch, rate and constants of AdamW follow its noise, to the end of a budget of 600 samples.
+BUDGET = AUTO | {"train_tokens": 600 * 16, "auto_max_waste": 0.5, "opt_type": "adamw", "batch_scaling": "complete"}
+BUDGET |= {"warmup_steps_fraction": 0.1, "shard_optimizer_over_data": True}
 
 
-def run(folder, keys=AUTO, **changes):
+def run(folder, keys=BUDGET, on_event=ignore_event, **changes):
     """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
-    summary = train(Config(base_output_directory=str(folder), run_name="run", **(keys | changes)))
+    summary = train(Config(base_output_directory=str(folder), run_name="run", **(keys | changes)), on_event)
     return summary, metrics_of(folder / "run")
 
 
@@ -35,57 +40,74 @@ def whole(tmp_path_factory):
 
 
 def test_auto_schedule_grows_the_batch(whole):
-    """The batch grows in one program; decisions are in the metrics and in the checkpoint."""
+    """The batch grows in one program to the end of the budget; decisions are in the metrics and in the checkpoint."""
     summary, lines, folder = whole
     sizes = [line["global_batch_size"] for line in lines]
-    assert sizes[0] == 8
-    assert sizes[-1] > 8
-    assert summary.num_compilations == 1
+    assert (sizes[0], sizes[-1], summary.num_compilations) == (8, 32, 1)
+    assert 600 <= summary.consumed_samples == lines[-1]["consumed_samples"] < 600 + 32
     for before, after in itertools.pairwise(lines):
         assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
     saved = find_checkpoint(folder / "run" / "checkpoints")
     assert " ".join(f"{sample}:{size}" for _, sample, size in saved.record[RAMP_ROWS]) == summary.batch_size_schedule
 
 
+def test_auto_schedule_scales_the_learning_rate(whole):
+    """The rate of every step is the schedule at its samples, for the largest batch, times the root of the batch."""
+    for line in whole[1]:
+        size = line["global_batch_size"]
+        done = (line["consumed_samples"] - size) / 600
+        decay = 0.1 + 0.9 * (1 + math.cos(math.pi * (done - 0.1) / 0.9)) / 2
+        assert line["learning_rate"] == pytest.approx(1e-4 * math.sqrt(size / 32) * min(done / 0.1, decay))
+
+
 @pytest.mark.slow
-def test_auto_schedule_is_replayed(whole, tmp_path):
-    """The printed schedule gives the same batches and losses."""
-    summary, lines, _ = whole
-    keys = {"batch_size_schedule": summary.batch_size_schedule, "learning_rate_clock": "steps", "measure_gradient_noise": False}
-    own = {name: value for name, value in AUTO.items() if not name.startswith(("per_device", "gradient_noise"))}
-    _, replayed = run(tmp_path, own, **keys)
+def test_auto_schedule_is_replayed(tmp_path):
+    """The printed schedule gives the same batches, rates and losses, with a rate that does not depend on the last batch."""
+    constant = BUDGET | {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
+    summary, lines = run(tmp_path / "auto", constant)
+    keys = {"batch_size_schedule": summary.batch_size_schedule, "measure_gradient_noise": False}
+    own = {name: value for name, value in constant.items() if not name.startswith(("per_device", "gradient_noise", "auto"))}
+    _, replayed = run(tmp_path / "planned", own, **keys)
     for line, other in zip(lines, replayed, strict=True):
-        for name in ("global_batch_size", "consumed_samples", "microbatch_size"):
+        for name in ("global_batch_size", "consumed_samples", "microbatch_size", "learning_rate"):
             assert line[name] == other[name]
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
-    """A run that is stopped before, at and after its decisions continues as one that was never stopped."""
-    summary, lines, _ = whole
-    first = next(line["step"] + 1 for line in lines if line.get("next_global_batch_size", 8) != line["global_batch_size"])
-    for steps in (first - 3, first, first + 4):
-        run(tmp_path, steps=steps)
-    final, resumed = run(tmp_path)
-    assert final.resumed_from == first + 4
-    assert resumed == lines
+    """A run that dies at and after its decisions continues as one that never did, and a finished one does nothing."""
+    summary, lines, folder = whole
+    first, second = (line["step"] for line in lines if line.get("next_global_batch_size", 8) > line["global_batch_size"])
+    for step in (first, second + 2):
+
+        def die(event, step=step):
+            if isinstance(event, StepDone) and event.step == step:
+                raise RuntimeError("stopped")
+
+        with pytest.raises(RuntimeError, match="stopped"):
+            run(tmp_path, on_event=die)
+    final, _ = run(tmp_path)
     assert final.batch_size_schedule == summary.batch_size_schedule
+    assert first < final.resumed_from < final.steps
+    assert_same_run(tmp_path / "run", folder / "run", summary.steps, files=("metrics.jsonl",))
+    again, _ = run(tmp_path)
+    assert (again.resumed_from, again.steps) == (summary.steps, summary.steps)
 
 
 @pytest.mark.slow
-def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
+def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
     """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
-    run(tmp_path / "advised", auto_schedule="advise", steps=23)
-    summary, lines = run(tmp_path / "advised", auto_schedule="advise")
-    own = {name: value for name, value in AUTO.items() if name not in ("batch_size_schedule", "per_device_batch_size_start")}
+    steps = AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "auto_schedule": "advise"}
+    run(tmp_path / "advised", steps, steps=23)
+    summary, lines = run(tmp_path / "advised", steps)
+    left_out = ("batch_size_schedule", "per_device_batch_size_start", "auto_schedule")
+    own = {name: value for name, value in steps.items() if name not in left_out}
     _, plain = run(tmp_path, own, per_device_batch_size=1)
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
     advised = [line["advised_global_batch_size"] for line in lines if "advised_global_batch_size" in line]
     assert advised[-1] > 8
     assert {line["global_batch_size"] for line in lines} == {8}
     assert summary.batch_size_schedule.startswith("0:8 ")
-    # Up to its first change it sees what the run that follows sees.
-    assert summary.batch_size_schedule.split()[1] == whole[0].batch_size_schedule.split()[1]
 
 
 def test_critical_branches_from_the_batch_that_has_grown(whole):
@@ -96,7 +118,7 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     size = int(summary.batch_size_schedule.split(":")[-1])
     assert branches.window.sizes == (size, 2 * size)
     assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
-    assert branches.run_plan.position(40).consumed_samples == sum(line["global_batch_size"] for line in lines)
+    assert branches.run_plan.position(summary.steps).consumed_samples == sum(line["global_batch_size"] for line in lines)
 
 
 @pytest.mark.slow
