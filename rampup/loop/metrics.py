@@ -22,7 +22,6 @@ from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_ga
 from rampup.loop.writers import MetricWriter, write_numbers
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
-from rampup.plan.topology import peak_flops
 
 # Steps whose metrics stay on the devices, so that the host does not wait for a step before it starts the next one.
 IN_FLIGHT = 2
@@ -157,6 +156,9 @@ class Metrics:
         if "grad_norm" in values:
             record["grad_norm"] = finite_or_none(values["grad_norm"])
         if options.flops_per_sample is not None:
+            # Imported here: a run that does not know its operations needs no table of TPUs.
+            from rampup.plan.topology import peak_flops
+
             flops = size * options.flops_per_sample / step_seconds / jax.device_count()
             peak = peak_flops(jax.devices()[0].device_kind)
             record["tflops_per_device"] = round(flops / 1e12, 6)
