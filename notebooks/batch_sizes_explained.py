@@ -347,3 +347,6 @@ TRAINER = "trlx"  # @param ["trlx", "skyrl", "verl", "maxtext_rl"]
 MEMORY_GIB = "80"  # @param {type:"string"}
 
 _ = main(["suggest", "--params", PARAMS, "--system", TRAINER, "--memory-gib", MEMORY_GIB])
+
+# %% [markdown]
+# **So:** say *prompts per update*, *responses per prompt*, and *samples per device and pass*. Check a file before its run.

@@ -272,3 +272,7 @@ for overhead in (None, Fraction(1, 4)):
     for phase, split in zip(chosen.ramp.phases, chosen.splits, strict=True):
         m, b = split.num_pipeline_microbatches, split.microbatch_size
         print(f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2}, {3 / (m + 3):.0%} idle")
+
+# %% [markdown]
+# **So:** a small batch pays for its bubble. Look at the idle share of the first phases before you ramp through a
+# pipeline, and let rampup choose the number of microbatches.

@@ -140,3 +140,7 @@ for key, label in {"reward": "mean reward", "zero_spread_share": "share of group
     plt.xlabel("step")
     plt.ylabel(label)
     plt.show()
+
+# %% [markdown]
+# **So:** a model and a reward are all that a run needs. Watch the share of groups that teach nothing. If it is large,
+# sample more responses, or other prompts.
