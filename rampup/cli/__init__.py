@@ -92,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     # Orbax logs the failures that it also raises, which are printed here in a sentence, and drops what it had begun.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for logger in ("absl", "asyncio"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    sys.unraisablehook = _report_unraisable
     warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
     try:
         context = contextvars.copy_context()
@@ -115,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json:
             _print_error(error, as_json=True)
         return common.EXIT_FAILED
+
+
+def _report_unraisable(problem: Any) -> None:
+    """Report an error that nothing can catch. Other writes of a checkpoint end after the event loop of one that has failed."""
+    if str(problem.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(problem)
 
 
 def make_parser(name: str) -> argparse.ArgumentParser:

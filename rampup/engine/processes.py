@@ -19,7 +19,7 @@ FOLDER = "rampup"
 # Seconds after which a process says for whom it waits, at the start and at a meeting before a program, and then says so again.
 _QUIET_SECONDS, _QUIET_SECONDS_OF_MEETING, _AGAIN_SECONDS = 10.0, 30.0, 60.0
 _MEETING_SECONDS = 24 * 3600
-_meeting_numbers, _gather_numbers = itertools.count(), itertools.count()
+_meeting_numbers, _gather_numbers, _problem_numbers = itertools.count(), itertools.count(), itertools.count()
 
 
 def is_primary() -> bool:
@@ -60,9 +60,26 @@ def gather_from_all(value: str) -> list[str]:
     return found
 
 
-def first_problem(problem: str) -> str:
-    """Return the first problem that a process has found, in every process; "" if none has. As `gather_from_all` otherwise."""
-    return next(filter(None, gather_from_all(problem)), "")
+def first_problem(problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS) -> str:
+    """Return the first problem of a process, in every process, or "". They call this equally often, and within `seconds`.
+
+    A thread beside the main one gives a name, the same in all processes, and says nothing while it waits.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return problem
+    folder = f"{FOLDER}/{name or f'problem{next(_problem_numbers)}'}"
+    kv_store().key_value_set(f"{folder}/{jax.process_index()}", problem)
+    words = f"process {jax.process_index()} of {count} waits for process"
+    # Process 0 looks at all: as many messages as processes, and not their square.
+    with announced(f"{words} 0", _QUIET_SECONDS_OF_MEETING if name is None else seconds) as waiting:
+        if is_primary():
+            found = []
+            for other in range(count):
+                waiting.words = f"{words} {other}"
+                found.append(str(kv_store().blocking_key_value_get(f"{folder}/{other}", int(1000 * seconds))))
+            kv_store().key_value_set(f"{folder}/first", next(filter(None, found), ""))
+        return str(kv_store().blocking_key_value_get(f"{folder}/first", int(1000 * seconds)))
 
 
 def check_joined() -> None:

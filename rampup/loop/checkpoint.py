@@ -15,6 +15,9 @@ import itertools
 import json
 import re
 import shutil
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -46,7 +49,9 @@ METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
 _OWNER_SECONDS = 60.0
 # Leaves that an error message names if a checkpoint has another structure.
 MAX_DIFFERENCES = 5
-_question_numbers = itertools.count()
+# How long a process whose write has failed waits until the others know.
+_TELL_SECONDS = 60.0
+_question_numbers, _barrier_numbers = itertools.count(), itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,11 +316,26 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             for unfinished in self._unfinished(self._writing):
                 write_checksums(unfinished, process=jax.process_index())
 
+        owner, has_failed = threading.get_ident(), False
+
         def barrier(*, key: str, timeout_ms: int) -> None:
+            """Wait for all processes, and end the write in all of them if it has failed in one."""
+            nonlocal has_failed
+            if has_failed or jax.process_count() == 1:
+                return
             # The other processes write the checksums of their files before this barrier, and process 0 merges them after it.
             if _ALL_WRITTEN in key and not is_primary():
                 take_checksums()
-            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+            # Where a write has failed, Orbax comes at once to its last barrier, in a `finally`. Others are at an earlier one,
+            # so barriers are counted and not told apart by their keys.
+            error = None if threading.get_ident() == owner else sys.exception()
+            problem = "" if error is None else f"process {jax.process_index()} on {socket.gethostname()}: {self._reason(error)}"
+            seconds = timeout_ms / 1000 if error is None else _TELL_SECONDS
+            with contextlib.suppress(*(() if error is None else (jax.errors.JaxRuntimeError,))):
+                problem = first_problem(problem, f"checkpoint{next(_barrier_numbers)}", seconds=seconds)
+            if problem:
+                has_failed = True
+                raise StorageError(problem) from None
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames the folder, when all files are written.
         callbacks = ocp.AsyncOptions(
@@ -349,15 +369,23 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 existing = "there is no other" if latest is None else f"the newest is {self.folder / str(latest)}"
             except OSError:  # a bucket that is away
                 existing = "the others cannot be listed now"
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            if not isinstance(error, StorageError) and re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
-                reason = f"No space left on device in {self.folder}"
-            failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
+            failure = StorageError(f"the checkpoint of step {step} could not be written: {self._reason(error)}; {existing}")
             failure.__cause__ = error
             if self._on_error is None:
                 raise failure from error
             self._on_error(failure)
             return False
+
+    def _reason(self, error: BaseException) -> str:
+        """Return why a checkpoint could not be written, in a part of a sentence."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, StorageError):
+            return reason
+        if re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
+            return f"No space left on device in {self.folder}"
+        # Of the system's errors, tensorstore also says what it was doing, in a page.
+        cause = re.search(r"([\w ]+) \[os_error_code=", reason)
+        return f"{cause[1].strip()} in {self.folder}" if cause else reason[:300]
 
 
 def _as_tree(state: Any) -> dict[str, Any]:

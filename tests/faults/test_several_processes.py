@@ -1,35 +1,52 @@
 """Storage of several processes: what one of them cannot do, all of them say."""
 
+import json
 import os
 import re
+import resource
+from typing import NamedTuple
 
+import jax
+import numpy as np
 import pytest
 from faults import victim
 from helpers import processes
 from helpers.tiny import TINY_MODEL, command_line
 
+from rampup.loop.checkpoint import Checkpoints
+from rampup.loop.distributed import join
+
 SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
 SETTINGS |= {"run_name": "run", "checkpoint_period": 4, "steps": 400, "jax_cache_dir": None}
 
 
-def command(number, port, folder, settings):
-    """Run `rampup train` as one of two processes in a folder."""
+class State(NamedTuple):
+    """A state with some arrays."""
+
+    w: list[jax.Array]
+
+
+def command(number, port, folder, settings, most_bytes):
+    """Run `rampup train` as one of two processes in a folder, which may write files of so many bytes."""
     from rampup.cli import main
     from rampup.loop import lock
 
     os.chdir(folder)
     victim.use_cpus(1)
     lock._VISIBLE_SECONDS = 2.0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
     words = command_line(settings | {"num_processes": 2, "process_id": number, "coordinator_address": f"localhost:{port}"})
     return main(["train", "base.yml", *words])
 
 
-def end_of_both(folders, tmp_path, **settings):
+def end_of_both(folders, tmp_path, limits=(resource.RLIM_INFINITY,) * 2, **settings):
     """Run two processes in folders of their own until they end; return exit codes and outputs."""
     port = processes.free_port()
     logs = [tmp_path / f"{number}.log" for number in range(2)]
+    for log in logs:
+        log.unlink(missing_ok=True)
     settings = SETTINGS | settings
-    started = [processes.start(command, n, port, str(folders[n]), settings, log=logs[n]) for n in range(2)]
+    started = [processes.start(command, n, port, str(folders[n]), settings, limits[n], log=logs[n]) for n in range(2)]
     for process in started:
         process.join(200)
         assert process.exitcode is not None, "a process hangs"
@@ -50,3 +67,54 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
             assert "Traceback" not in output
             assert "damaged" not in output
     assert not (folders[0] / "out/run/metrics.jsonl").exists()
+
+
+def save_with_limits(number, port, folder, path):
+    """Save in both processes, whose files have a limit in turn; write the errors, and the steps that are saved, into a file."""
+    victim.use_cpus(1)
+    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    w = [jax.make_array_from_callback((10_000,), sharding, lambda index: np.arange(10_000.0)[index]) for _ in range(9)]
+    errors = []
+    with Checkpoints(folder / "checkpoints", on_error=lambda error: errors.append(str(error))) as checkpoints:
+        for step, limited in enumerate([None, 0, 1, None], start=1):
+            most = 4096 if limited == number else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            checkpoints.save(step, State(w), {})
+            checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    path.write_text(json.dumps([errors, sorted(os.listdir(folder / "checkpoints"))]))
+
+
+def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
+    """Whichever it is, both have the same error, which names it; the next checkpoint is written."""
+    port, files = processes.free_port(), [tmp_path / f"{number}.json" for number in range(2)]
+    processes.run_all(save_with_limits, [(number, port, tmp_path, files[number]) for number in range(2)], tmp_path, 100)
+    (errors, steps), other = (json.loads(file.read_text()) for file in files)
+    assert other == [errors, steps]
+    assert steps == ["1", "4"]
+    for error, limited in zip(errors, range(2), strict=True):
+        assert error.startswith(f"the checkpoint of step {limited + 2} could not be written: process {limited} on ")
+        folder = tmp_path / "checkpoints"
+        assert error.endswith(f": File too large in {folder}; the newest is {folder / '1'}")
+
+
+@pytest.mark.slow
+def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
+    """Both end with one sentence, and the run resumes."""
+    keys = {"base_output_directory": tmp_path, "ici_data_parallelism": 1, "ici_fsdp_parallelism": 2, "base_emb_dim": 128}
+    keys |= {"learning_rate_schedule_steps": 12}
+    assert end_of_both([tmp_path] * 2, tmp_path, **keys, steps=4)[0] == [0, 0]
+    codes, printed = end_of_both([tmp_path] * 2, tmp_path, (resource.RLIM_INFINITY, 16_384), **keys, steps=12)
+    assert codes == [1, 1], printed
+    for output in printed:
+        assert re.search(
+            r"the checkpoint of step 8 could not be written: process 1 on \S+: File too large in .*; the newest is \S+/4\n",
+            output,
+        )
+        assert "Traceback" not in output
+        assert "Assert" not in output
+    codes, printed = end_of_both([tmp_path] * 2, tmp_path, **keys, steps=12)
+    assert codes == [0, 0], printed
+    assert "resumed after step" in printed[0]
