@@ -76,7 +76,7 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-# Checkpoints of a branch that is not interrupted.
+# Checkpoints of a branch that is not interrupted, each with a line of progress.
 SAVES_PER_BRANCH = 4
 # The noise scale and the critical batch disagree if one is more than this many times the other.
 DISAGREEMENT = 2.0
@@ -473,15 +473,18 @@ def _train_branches(
                     state, _ = setup.step(state, batch)
                     done = batch.position.step + 1
                     evaluations, rest = divmod(done - first, per_evaluation)
+                    saves = rest == 0 and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH) == 0
                     if rest == 0:
                         curve.append(found := branches.evaluate(state, evaluations))
                         losses = [finite_or_none(loss) for loss in found.losses]
                         log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
-                        progress = f"{len(curve)}/{window.num_evaluations} of the window"
-                        report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")
-                        if is_done(number):
+                        has_ended = is_done(number)
+                        if saves or has_ended:
+                            progress = f"{len(curve)}/{window.num_evaluations} of the window"
+                            report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")
+                        if has_ended:
                             break
-                    if stop_requested() or (rest == 0 and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH) == 0):
+                    if stop_requested() or saves:
                         log.sync()
                         checkpoints.save(done, state, {"branch": number})
                     if stop_requested():

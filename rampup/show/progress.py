@@ -133,7 +133,9 @@ class TrainProgress:
         self._console = default if console is None else console
         self._plan, self._log_period, self._quiet = plan, log_period, quiet
         self._resume_options, self._has_command = resume_options, False
-        self._unit, self._compile_seconds = "tokens", 0.0
+        self._unit = "tokens"
+        # What the time left does not count: compilations, those of the first evaluation among them.
+        self._compile_seconds, self._has_evaluated = 0.0, False
         self._decided: int | None = None  # the step of the last decision that was printed
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
@@ -196,6 +198,9 @@ class TrainProgress:
                 elif metrics["step"] % self._log_period == 0:
                     self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
             case events.Evaluated():
+                if self._recent and not self._has_evaluated:
+                    self._compile_seconds = time.monotonic() - self._recent[-1][0]
+                self._has_evaluated = True
                 if "accuracy" in event.metrics:
                     found = f"{event.metrics['accuracy']:.1%} of the answers are right"
                     if (greedy := event.metrics.get("greedy_accuracy")) is not None:

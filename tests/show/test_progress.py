@@ -106,10 +106,13 @@ def test_progress_names_phases_only_with_a_ramp():
 
 
 def test_progress_time_left_counts_samples(monkeypatch):
-    """If later steps are larger, the time left is longer than the remaining steps suggest."""
-    clock = itertools.count()
+    """If later steps are larger, the time left is longer. The first evaluation, which compiles, is left out of the rate."""
+    # One second between two events, and 1,000 for the evaluation after step 7.
+    clock, happened = itertools.chain(range(8), itertools.count(1008)), list(run_events())
+    index = next(index for index, event in enumerate(happened) if isinstance(event, events.StepDone) and event.step == 8)
+    happened.insert(index, events.Evaluated(step=7, metrics={"eval_loss": 4.5}))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    lines = {line.partition(",")[0]: line for line in shown(log_period=1).splitlines()}
+    lines = {line.partition(",")[0]: line for line in shown(*happened, log_period=1).splitlines()}
     assert lines["step 8"].endswith("36 samples, 3:11 left")  # 764 samples at 4 a second, and not 51 steps at one a second
     assert lines["step 39"].endswith("480 samples, 0:20 left")
 
