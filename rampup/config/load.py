@@ -111,7 +111,7 @@ def locate_values(
             for name, value in values.items():
                 if nested and name in entries:
                     raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
-                own[name] = replace(entry, value=value)
+                own[name] = replace(entry, value=value, line=entry.lines.get(name.partition(".")[2], entry.line))
         unknown = [name for name in own if name not in keys]
         if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
             text = "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Located:
     value: Any  # None, bool, int, float, str, list or dict
     path: str  # the file, or the name of another source
     line: int | None = None  # the line in that file, counted from 1; None in other sources
+    lines: Mapping[str, int] = field(default_factory=dict)  # of a dict in a file: the line of each of its names
 
     def __str__(self) -> str:
         return self.path if self.line is None else f"{self.path}:{self.line}"
@@ -179,7 +180,16 @@ class _Reader:
                 self.repeated[prefix + name] = line
             seen[name] = line
             value = self._value(value_node, depth=depth + 1, prefix=f"{prefix}{name}.")
-            yield name, Located(value=value, path=self._path, line=line)
+            nested = value_node.value if isinstance(value_node, yaml.MappingNode) else ()
+            yield (
+                name,
+                Located(
+                    value=value,
+                    path=self._path,
+                    line=line,
+                    lines={inner.value: inner.start_mark.line + 1 for inner, _ in nested},
+                ),
+            )
 
     def _value(self, node: yaml.Node, *, depth: int, prefix: str = "") -> Any:
         line = node.start_mark.line + 1

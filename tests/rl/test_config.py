@@ -217,6 +217,12 @@ def test_build_rollout_plan_errors_have_the_location():
         build_rollout_plan(load_rollout_config(RL))
 
 
+def test_a_nested_key_has_a_line_of_its_own():
+    """It is not the line of its group."""
+    line = int(str(load_rollout_config(RL).where("rl.num_iterations")).rpartition(":")[2])
+    assert RL.read_text().splitlines()[line - 1].strip() == "num_iterations: 1"
+
+
 def test_rollout_notes_about_dropped_prompts():
     """Notes count the prompts that do not fill a batch, in training and in evaluation."""
     config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
