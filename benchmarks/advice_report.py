@@ -1,0 +1,351 @@
+"""The tables and the figure of "Does a ramp pay?", from the results of benchmarks/advice.py alone.
+
+Losses are held-out losses after the anneal. The token overhead of a batch is D / D' - 1: its run has D tokens, and a run of the
+best constant batch has the same loss with D' tokens. Predictions are compared in the same way. Runs of one seed share initial
+weights and the order of the data, so their differences are compared; intervals are 90% intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from advice import Study, best_offset, large_batch, mean_loss, rows_of, step_time
+
+from rampup.batch_size.design_model import DATA_EXPONENTS, DesignModel, NoisePoint, StepTimes, loss_penalty, noise_curves
+from rampup.batch_size.noise_scale import student
+from rampup.batch_size.scaling_laws import LAWS
+
+SOURCES = {"plain": "noise scale", "adam": "noise scale, Adam", "critical": "rampup critical"}
+COLORS = {"measured": "#000000", "plain": "#0072b2", "adam": "#56b4e9", "critical": "#d55e00", "laws": "#999999"}
+Interval = tuple[float, float, float]  # the estimate, and the ends of its interval
+
+
+class Report(NamedTuple):
+    """The results of a study, and what follows from them."""
+
+    results: Mapping[str, Any]
+
+    @property
+    def study(self) -> Study:
+        """The sizes of the study."""
+        given = self.results["study"]
+        return Study(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+    @property
+    def runs(self) -> Mapping[str, Any]:
+        """The runs by name."""
+        return self.results["runs"]
+
+    @property
+    def best(self) -> int:
+        """The constant batch with the lowest loss."""
+        return min(self.study.sizes, key=lambda size: mean_loss(self.runs, f"constant {size}"))
+
+    def seeds(self, prefix: str) -> list[float]:
+        """Return the losses of a schedule's seeds, in order."""
+        return [run["loss"] for run in self.runs_of(prefix)]
+
+    def difference(self, prefix: str, other: str) -> Interval:
+        """Return the mean difference of the losses of two schedules over the seeds, with its interval."""
+        pairs = [a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)]
+        mean = float(np.mean(pairs))
+        if len(pairs) < 2 or prefix == other:
+            return mean, mean, mean
+        margin = student(len(pairs) - 1) * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
+        return mean, mean - margin, mean + margin
+
+    def samples_at(self, loss: float) -> float:
+        """Return the samples after which the best constant batch has this loss, each run with its own anneal.
+
+        The loss is linear in ln(samples) between the lengths that were run, and beyond them as between the two nearest.
+        """
+        best, samples = self.best, self.study.samples
+        lengths = {1.0: mean_loss(self.runs, f"constant {best}")}
+        for share in self.study.shares:
+            lengths[1 / share] = mean_loss(self.runs, f"length 1/{share} of {best}")
+        points = sorted(lengths.items(), reverse=True)  # the loss rises
+        place = next((n for n in range(1, len(points)) if loss <= points[n][1]), len(points) - 1)
+        (x0, y0), (x1, y1) = points[place - 1], points[place]
+        return samples * x0 * (x1 / x0) ** ((loss - y0) / (y1 - y0))
+
+    def overhead(self, prefix: str) -> Interval:
+        """Return the measured token overhead of a schedule, with its interval."""
+        reference = mean_loss(self.runs, f"constant {self.best}")
+        found = [
+            self.study.samples / self.samples_at(reference + each) - 1
+            for each in self.difference(prefix, f"constant {self.best}")
+        ]
+        return found[0], found[1], found[2]
+
+    def models(self, source: str) -> list[DesignModel]:
+        """Return the models of a source of the noise scale: by its estimate, and by both ends of its interval."""
+        points = [
+            NoisePoint(*(math.inf if value is None else value for value in point))
+            for point in self.results["designs"][source].get("points", ())
+        ]
+        times = StepTimes.fit({size: step_time(self.study, size) for size in self.study.sizes})
+        return [DesignModel(noise=curve, times=times) for curve in noise_curves(points)] if points else []
+
+    def predicted_overhead(self, source: str, size: int) -> Interval | None:
+        """Return the token overhead of a constant batch that a source predicts, compared with the best constant batch."""
+        if source == "laws":
+            found = []
+            for law in LAWS:
+                if law.overhead is not None:
+                    doubling = (
+                        law.batch_tokens(self.study.samples * self.study.length, self.results["parameters"]) / law.overhead
+                    )
+                    ratios = [1 + each * self.study.length / doubling for each in (size, self.best)]
+                    found.append(ratios[0] / ratios[1] - 1)
+            return float(np.median(found)), min(found), max(found)
+        found = []
+        for model in self.models(source):
+            reached = model.run(((0, size),), samples=self.study.samples).progress
+            found.append(self.study.samples / model.run(((0, self.best),), progress=reached).samples - 1)
+        return (found[0], min(found), max(found)) if found else None
+
+    @property
+    def source(self) -> str:
+        """The source of the noise scale that `rampup design` prefers: the critical batches if there are any."""
+        return "critical" if "candidates" in self.results["designs"]["critical"] else "plain"
+
+    def runs_of(self, prefix: str) -> list[Mapping[str, Any]]:
+        """Return the runs of a schedule, one for each seed; of a swept one, those with the best rate."""
+        if swept := rows_of(self.runs, prefix):
+            return swept[best_offset(self.runs, prefix)]
+        return [self.runs[name] for name in sorted(self.runs) if name.rsplit(" seed", 1)[0] == prefix]
+
+    def rate_of(self, size: int, offset: int) -> float:
+        """Return a rate of the sweep of a batch."""
+        return float(rows_of(self.runs, f"constant {size}")[offset][0]["learning_rate"])
+
+    def rate(self, size: int) -> float:
+        """Return the best rate of a constant batch."""
+        return self.rate_of(size, best_offset(self.runs, f"constant {size}"))
+
+    def penalty(self, source: str, schedule: Sequence[Sequence[int]]) -> Interval | None:
+        """Return the loss above that of the pilot's batch that `rampup design` predicts for a schedule."""
+        slope = self.results["designs"][source].get("loss_slope")
+        if slope is None:
+            return None
+        found = []
+        for exponent in DATA_EXPONENTS:
+            for model in self.models(source):
+                own, small = (
+                    model.run(each, samples=self.study.samples).progress
+                    for each in (tuple(map(tuple, schedule)), ((0, self.study.pilot),))
+                )
+                at = model.noise.knots[-1][0]
+                found.append(loss_penalty(own, small, slope=slope, measured_at=at, exponent=exponent))
+        return found[0], min(found), max(found)
+
+    def designed(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield the schedules that were designed and run: their name, their source and their prediction."""
+        for source, design in self.results["designs"].items():
+            for each in design.get("candidates", ()):
+                name = {"early growth, fastest": "fastest", "early growth, frugal": "frugal"}.get(each["name"], each["name"])
+                yield (name if name == "seesaw" else f"{name} by {source}"), source, each
+
+
+def cell(found: Interval | None, form: str = "{:.0%}") -> str:
+    """Return an interval as text."""
+    if found is None:
+        return "not known"
+    value, low, high = (form.format(each) for each in found)
+    return value if low == high else f"{value} ({low} to {high})"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def overhead_table(report: Report) -> str:
+    """Return the token overhead of every constant batch: as it came out, and as it was predicted."""
+    rows, length = [], report.study.length
+    for size in report.study.sizes:
+        name = f"constant {size}"
+        predicted = [cell(report.predicted_overhead(source, size)) for source in (*SOURCES, "laws")]
+        loss = f"{mean_loss(report.runs, name):.3f}"
+        rows.append([f"{size * length:,}", str(report.study.samples // size), loss, cell(report.overhead(name)), *predicted])
+    return table(["Batch, tokens", "Steps", "Held-out loss", "Token overhead, measured", *SOURCES.values(), "laws"], rows)
+
+
+def rate_table(report: Report) -> str:
+    """Return the rates that were tried for every batch, and the best one beside the square-root rule."""
+    rows, best = [], {}
+    reference = report.rate(report.study.pilot)
+    for size in report.study.sizes:
+        found = {offset: runs[0]["loss"] for offset, runs in sorted(rows_of(report.runs, f"constant {size}").items())}
+        best[size] = report.rate(size)
+        rule = reference * math.sqrt(size / report.study.pilot)
+        tried = ", ".join(f"{report.rate_of(size, offset):.1e}: {loss:.3f}" for offset, loss in found.items())
+        rows.append([f"{size * report.study.length:,}", f"{best[size]:.1e}", f"{rule:.1e}", f"{best[size] / rule:.2f}", tried])
+    slope = np.polyfit([math.log(size) for size in best], [math.log(rate) for rate in best.values()], 1)[0]
+    header = ["Batch, tokens", "Best rate", "Square-root rule", "Ratio", "Held-out loss by rate, seed 0"]
+    return table(header, rows) + f"\nThe best rate grows with the power {slope:.2f} of the batch.\n"
+
+
+def schedule_table(report: Report) -> str:
+    """Return the schedules: predicted and measured loss and steps, and the time on the assumed machine."""
+    study, small = report.study, f"constant {report.study.pilot}"
+    base, rows = mean_loss(report.runs, small), []
+
+    def row(name: str, prefix: str, predicted: str, steps: str, schedule: Sequence[Sequence[int]]) -> list[str]:
+        run = next(run for key, run in report.runs.items() if key.startswith(f"{prefix} "))
+        found = report.difference(prefix, small)
+        text = " ".join(f"{start}:{size}" for start, size in schedule)
+        count = f"{run['steps']:,}"
+        time = sum(step_time(study, size) * part / size for size, part in parts(schedule, study.samples))
+        return [name, text, predicted, cell(found, "{:+.3f}"), steps, count, f"{time:,.0f}", cell(report.overhead(prefix))]
+
+    for size in sorted({study.pilot, report.best, large_batch(report.results), study.sizes[-1]}):
+        loss = cell(report.penalty(report.source, ((0, size),)), "{:+.3f}")
+        rows.append(row(f"constant {size}", f"constant {size}", loss, f"{study.samples // size:,}", ((0, size),)))
+    seen = set()
+    for name, source, each in report.designed():
+        if f"ramp {name} seed0" not in report.runs or name in seen:
+            continue
+        seen.add(name)
+        schedule = [(start // study.length, size) for start, size in zip(each["start_tokens"], each["sizes"], strict=True)]
+        loss = cell(report.penalty(source, schedule), "{:+.3f}")
+        rows.append(row(name, f"ramp {name}", loss, f"{each['steps']:,}", schedule))
+    header = [
+        "Schedule",
+        "Samples: batch",
+        "Loss, predicted",
+        "Loss, measured",
+        "Steps, predicted",
+        "Steps",
+        "Time",
+        "Token overhead",
+    ]
+    return f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n" + table(header, rows)
+
+
+def wsd_table(report: Report) -> str:
+    """Return the losses of the same schedules with a rate that decays in the last fifth only."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for name, run in sorted(report.runs.items()):
+        if name.startswith("wsd "):
+            found.setdefault(name.removeprefix("wsd ").rsplit(" seed", 1)[0], []).append((run["seed"], run["loss"]))
+    rows = []
+    for name, each in found.items():
+        if len(each) < report.study.seeds:  # a rate that lost
+            continue
+        cosine = f"constant {name.split()[1]}" if name.startswith("constant") else f"ramp {name.removesuffix(' half rate')}"
+        losses = [loss for _, loss in each]
+        other = report.seeds(cosine)
+        rows.append([name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}", f"{np.mean(other):.4f}", f"{len(losses)}"])
+    return table(["Schedule", "Loss under WSD", "Loss under cosine", "Seeds"], rows)
+
+
+def parts(schedule: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int]]:
+    """Return every batch of a schedule with its samples."""
+    ends = [*(start for start, _ in schedule[1:]), samples]
+    return [(size, end - start) for (start, size), end in zip(schedule, ends, strict=True)]
+
+
+def law_table(report: Report) -> str:
+    """Return the batch with the lowest loss and its rate, as `rampup suggest` has them from published laws, and as they came out."""
+    tokens, params, rows = report.study.samples * report.study.length, report.results["parameters"], []
+    for law in LAWS:
+        if law.overhead is None:
+            rate = f"{law.learning_rate(tokens, params):.1e}" if law.learning_rate else ""
+            rows.append([law.name, f"{law.batch_tokens(tokens, params):,.0f}", rate])
+    rows.append(["measured", f"{report.best * report.study.length:,}", f"{report.rate(report.best):.1e}"])
+    return table(["Law", "Batch with the lowest loss, tokens", "Peak rate"], rows)
+
+
+def critical_table(report: Report) -> str:
+    """Return what the branches of the pilot found."""
+    rows = []
+    for each in report.results["critical"]:
+        if "refused" in each:
+            rows.append([str(each["step"]), each["refused"], "", ""])
+            continue
+        size, length = each["critical_batch_size"], report.study.length
+        overheads = ", ".join(
+            f"{branch['global_batch_size'] * length:,}: {cell(tuple(branch['token_overhead']))}"
+            for branch in each["branches"]
+            if branch["token_overhead"] and None not in branch["token_overhead"]
+        )
+        found = "undecided" if size is None else f"{(each['bound'] or '').replace('_', ' ')} {size * length:,}"
+        rows.append([str(each["step"]), found, f"{each['tokens']:,}", overheads])
+    return table(["Step", "Critical batch at +20%, tokens", "Window, tokens", "Token overhead of the branches"], rows)
+
+
+def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
+    """Print all tables, and draw the figure."""
+    report = Report(results)
+    text, tokens = results["text"], report.study.samples * report.study.length
+    print(f"{len(report.runs)} runs of {results['parameters']:,} parameters, {tokens:,} tokens each unless said")
+    print(f"text: {text['files']:,} files, {text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out\n")
+    for part in (overhead_table, rate_table, law_table, critical_table, schedule_table, wsd_table):
+        print(part(report))
+    if figure is not None:
+        draw(report, figure)
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw the training loss over tokens, the final loss over steps, and the token overhead of every batch."""
+    from matplotlib.figure import Figure
+
+    study, length = report.study, report.study.length
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    over_tokens, over_steps, overheads = figure.subplots(1, 3)
+    large = large_batch(report.results)
+    ramp = f"fastest by {report.source}"
+    lines = {
+        f"constant {study.pilot * length:,} tokens": (f"constant {study.pilot}", "#0072b2", "o"),
+        f"constant {large * length:,} tokens": (f"constant {large}", "#d55e00", "o"),
+        "the ramp of rampup design": (f"ramp {ramp}", "#009e73", "D"),
+        "one late switch": (f"ramp one late switch by {report.source}", "#e69f00", "s"),
+        "Seesaw": ("ramp seesaw", "#cc79a7", "^"),
+    }
+    constants = [f"constant {size}" for size in study.sizes]
+    over_steps.plot(
+        [study.samples / size for size in study.sizes],
+        [mean_loss(report.runs, name) for name in constants],
+        color="#bbbbbb",
+        zorder=0,
+        label="constant batches",
+    )
+    for label, (prefix, color, marker) in lines.items():
+        runs = report.runs_of(prefix)
+        curve = np.mean([run["curve"] for run in runs], axis=0)
+        over_tokens.plot(curve[:, 0] / 1e3, curve[:, 1], color=color, linewidth=1.3)
+        losses = [run["loss"] for run in runs]
+        over_steps.errorbar(
+            runs[0]["steps"], np.mean(losses), yerr=np.std(losses, ddof=1), color=color, marker=marker, label=label, capsize=2
+        )
+    over_tokens.set(xlabel="thousand tokens", ylabel="training loss (nats per byte)", ylim=(None, 2.8))
+    over_steps.set(xlabel="optimizer steps", ylabel="held-out loss at the end", xscale="log")
+    over_steps.set_ylim(top=mean_loss(report.runs, f"constant {large}") + 0.1)
+    xs = [size * length for size in study.sizes]
+    for shift, source in enumerate(("measured", *SOURCES, "laws")):
+        name = {"measured": "measured", **SOURCES, "laws": "scaling laws"}[source]
+        found = [
+            report.overhead(f"constant {size}") if source == "measured" else report.predicted_overhead(source, size)
+            for size in study.sizes
+        ]
+        if None in found:
+            continue
+        middle, low, high = (np.array([max(each[n], 0.002) for each in found]) for n in range(3))
+        errors = [np.maximum(middle - low, 0), np.maximum(high - middle, 0)]
+        style = {"marker": "o", "linewidth": 2} if source == "measured" else {"linewidth": 1, "linestyle": "--"}
+        places = np.array(xs) * (1 + 0.05 * (shift - 2))
+        overheads.errorbar(places, middle, yerr=errors, color=COLORS[source], label=name, capsize=2, **style)
+    overheads.set(
+        xlabel="batch, tokens", ylabel="additional tokens for the same loss", xscale="log", yscale="log", ylim=(0.01, 100)
+    )
+    for axes in (over_tokens, over_steps, overheads):
+        axes.spines[["top", "right"]].set_visible(False)
+    over_steps.legend(frameon=False, fontsize=7)
+    overheads.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=110)
