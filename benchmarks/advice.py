@@ -13,6 +13,7 @@ The stages, each after those before it:
 - `pilot`: the first quarter of the run with a small batch, with the noise scale in both geometries, `rampup critical` at three
   of its checkpoints, and `rampup design` from them.
 - `ramps`: what `design` recommends, Seesaw and one late switch, with the rate of the pilot's batch and the square-root rule.
+- `tuned`: the same schedules with the best rate of each batch instead of the rule.
 - `wsd`: constant batches and schedules with a decay at the end only.
 - `auto`: the batch that follows its own measurement.
 """
@@ -52,7 +53,7 @@ from rampup.tune.measured_design import Measurements
 
 RESULTS = Path(__file__).with_name("advice.json")
 FIGURE = RESULTS.parents[1] / "docs/_static/ramp_pays.png"
-STAGES = ("constant", "lengths", "pilot", "ramps", "wsd", "auto")
+STAGES = ("constant", "lengths", "pilot", "ramps", "tuned", "wsd", "auto")
 # The text: the standard library's files and those of packages that rampup needs, one file in HELD_OUT for evaluation.
 PACKAGES, SUFFIXES, HELD_OUT = ("flax", "jax", "numpy", "optax"), (".py", ".rst", ".txt"), 20
 CURVE_POINTS = 20
@@ -181,8 +182,8 @@ class Trainer:
         """Return a configuration's plan; all plans have the buffers of the largest batch, and so one program."""
         return replace(rampup.build_plan(config, 1), reserved_sizes=self.study.sizes)
 
-    def run(self, *, seed: int, **keys: Any) -> dict[str, Any]:
-        """Train, and return the summary."""
+    def run(self, *, seed: int, best_rates: Mapping[str, float] | None = None, **keys: Any) -> dict[str, Any]:
+        """Train, and return the summary. With `best_rates`, of every batch, they take the place of the square-root rule."""
         config = self.study.config(**self.keys, init_weights_seed=seed, data_shuffle_seed=seed, **keys)
         plan, begun = self.plan(config), time.monotonic()
         if self.step is None:
@@ -199,11 +200,13 @@ class Trainer:
         )
         losses, sizes = [], []
         for batch in loader.batches():
-            rate = jax.device_put(np.float32(schedule.at(batch.position.step)))
-            state.opt_state.hyperparams["learning_rate"] = rate
+            size, rate = batch.position.split.global_batch_size, schedule.at(batch.position.step)
+            if best_rates is not None:
+                rate *= best_rates[str(size)] / (config.learning_rate * math.sqrt(size / self.study.pilot))
+            state.opt_state.hyperparams["learning_rate"] = jax.device_put(np.float32(rate))
             state, metrics = self.step(state, batch)
             losses.append(metrics["loss"])
-            sizes.append(batch.position.split.global_batch_size)
+            sizes.append(size)
         found = np.array(jax.device_get(losses), np.float64)
         loss, error = self.held_out_loss(state.params)
         tokens = np.cumsum(sizes) * self.study.length
@@ -376,6 +379,14 @@ class Runner:
         for name, keys in self.mine(self.schedules().items()):
             for seed in range(self.study.seeds):
                 self.one(f"ramp {name}", seed=seed, **keys)
+
+    def tuned(self) -> None:
+        """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
+        runs = self.results.read()["runs"]
+        best = {str(size): self.rate(size, best_offset(runs, f"constant {size}")) for size in self.study.sizes}
+        for name, keys in self.mine((name, keys) for name, keys in self.schedules().items() if name != "seesaw"):
+            for seed in range(self.study.seeds):
+                self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
 
     def wsd(self) -> None:
         """Run constant batches and schedules with a decay in the last fifth, at their rate and at half of it."""

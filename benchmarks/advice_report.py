@@ -193,38 +193,37 @@ def rate_table(report: Report) -> str:
 
 def schedule_table(report: Report) -> str:
     """Return the schedules: predicted and measured loss and steps, and the time on the assumed machine."""
-    study, small = report.study, f"constant {report.study.pilot}"
-    base, rows = mean_loss(report.runs, small), []
+    study, small, rows = report.study, f"constant {report.study.pilot}", []
 
-    def row(name: str, prefix: str, predicted: str, steps: str, schedule: Sequence[Sequence[int]]) -> list[str]:
-        run = next(run for key, run in report.runs.items() if key.startswith(f"{prefix} "))
-        found = report.difference(prefix, small)
-        text = " ".join(f"{start}:{size}" for start, size in schedule)
-        count = f"{run['steps']:,}"
-        time = sum(step_time(study, size) * part / size for size, part in parts(schedule, study.samples))
-        return [name, text, predicted, cell(found, "{:+.3f}"), steps, count, f"{time:,.0f}", cell(report.overhead(prefix))]
+    def add(name: str, prefix: str, source: str, steps: int, schedule: Sequence[Sequence[int]]) -> None:
+        tuned = f"{prefix} tuned"
+        rows.append(
+            [
+                name,
+                " ".join(f"{start}:{size}" for start, size in schedule),
+                f"{steps:,}",
+                f"{report.runs_of(prefix)[0]['steps']:,}",
+                f"{sum(step_time(study, size) * part / size for size, part in parts(schedule, study.samples)):,.0f}",
+                cell(report.penalty(source, schedule), "{:+.3f}"),
+                cell(report.difference(prefix, small), "{:+.3f}"),
+                cell(report.difference(tuned, small), "{:+.3f}") if report.runs_of(tuned) else "",
+                cell(report.overhead(tuned if report.runs_of(tuned) else prefix)),
+            ]
+        )
 
     for size in sorted({study.pilot, report.best, large_batch(report.results), study.sizes[-1]}):
-        loss = cell(report.penalty(report.source, ((0, size),)), "{:+.3f}")
-        rows.append(row(f"constant {size}", f"constant {size}", loss, f"{study.samples // size:,}", ((0, size),)))
-    seen = set()
+        add(f"constant {size}", f"constant {size}", report.source, study.samples // size, ((0, size),))
+    seen = set[str]()
     for name, source, each in report.designed():
-        if f"ramp {name} seed0" not in report.runs or name in seen:
-            continue
-        seen.add(name)
-        schedule = [(start // study.length, size) for start, size in zip(each["start_tokens"], each["sizes"], strict=True)]
-        loss = cell(report.penalty(source, schedule), "{:+.3f}")
-        rows.append(row(name, f"ramp {name}", loss, f"{each['steps']:,}", schedule))
-    header = [
-        "Schedule",
-        "Samples: batch",
-        "Loss, predicted",
-        "Loss, measured",
-        "Steps, predicted",
-        "Steps",
-        "Time",
-        "Token overhead",
-    ]
+        if name not in seen and report.runs_of(f"ramp {name}"):
+            seen.add(name)
+            starts = [start // study.length for start in each["start_tokens"]]
+            add(name, f"ramp {name}", source, each["steps"], [*zip(starts, each["sizes"], strict=True)])
+    if runs := report.runs_of("ramp auto"):
+        print("auto:", [(run["batch_size_schedule"], run["steps"], run["loss"]) for run in runs])
+    header = ["Schedule", "Samples: batch", "Steps, predicted", "Steps", "Time", "Loss, predicted", "Loss, square-root rule"]
+    header += ["Loss, best rates", "Token overhead"]
+    base = mean_loss(report.runs, small)
     return f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n" + table(header, rows)
 
 
@@ -252,7 +251,7 @@ def parts(schedule: Sequence[Sequence[int]], samples: int) -> list[tuple[int, in
 
 
 def law_table(report: Report) -> str:
-    """Return the batch with the lowest loss and its rate, as `rampup suggest` has them from published laws, and as they came out."""
+    """Return the batch with the lowest loss and its rate, by the laws of `rampup suggest` and as they came out."""
     tokens, params, rows = report.study.samples * report.study.length, report.results["parameters"], []
     for law in LAWS:
         if law.overhead is None:
