@@ -15,6 +15,7 @@ The stages, each after those before it:
 - `ramps`: what `design` recommends, Seesaw and one late switch, with the rate of the pilot's batch and the square-root rule.
 - `tuned`: the same schedules with the best rate of each batch instead of the rule.
 - `wsd`: constant batches and schedules with a decay at the end only.
+- `seeds`: two more seeds of what the figure shows.
 - `auto`: the batch that follows its own measurement.
 """
 
@@ -53,10 +54,12 @@ from rampup.tune.measured_design import Measurements
 
 RESULTS = Path(__file__).with_name("advice.json")
 FIGURE = RESULTS.parents[1] / "docs/_static/ramp_pays.png"
-STAGES = ("constant", "lengths", "pilot", "ramps", "tuned", "wsd", "auto")
+STAGES = ("constant", "lengths", "pilot", "ramps", "tuned", "wsd", "seeds", "auto")
 # The text: the standard library's files and those of packages that rampup needs, one file in HELD_OUT for evaluation.
 PACKAGES, SUFFIXES, HELD_OUT = ("flax", "jax", "numpy", "optax"), (".py", ".rst", ".txt"), 20
 CURVE_POINTS = 20
+# The schedules that the figure shows.
+SHOWN = ("fastest by plain", "one late switch by plain", "seesaw")
 FIRST_RATES = (-2, 0, 2)  # in half powers of 2 around the square-root rule's rate
 LEAST_RATES = 4
 
@@ -384,9 +387,23 @@ class Runner:
         """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
         runs = self.results.read()["runs"]
         best = {str(size): self.rate(size, best_offset(runs, f"constant {size}")) for size in self.study.sizes}
-        for name, keys in self.mine((name, keys) for name, keys in self.schedules().items() if name != "seesaw"):
+        named = self.schedules().items()
+        for name, keys in self.mine((name, keys) for name, keys in named if name != "seesaw" and "adam" not in name):
             for seed in range(self.study.seeds):
                 self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
+
+    def seeds(self) -> None:
+        """Run more seeds of the constant batches and of the schedules that the figure shows."""
+        runs = self.results.read()["runs"]
+        named: dict[str, dict[str, Any]] = {}
+        for size in self.study.sizes:
+            best = best_offset(runs, f"constant {size}")
+            keys = {"batch_size_schedule": f"0:{size}", "learning_rate": self.rate(size, best)}
+            named[f"constant {size} rate{best:+d}"] = keys
+        named |= {f"ramp {name}": keys for name, keys in self.schedules().items() if name in SHOWN}
+        for name, keys in self.mine(named.items()):
+            for seed in range(self.study.seeds, self.study.seeds + 2):
+                self.one(name, seed=seed, **keys)
 
     def wsd(self) -> None:
         """Run constant batches and schedules with a decay in the last fifth, at their rate and at half of it."""
@@ -398,7 +415,9 @@ class Runner:
             }
             for size in (study.pilot, large_batch(self.results.read()))
         }
-        found |= {name: keys for name, keys in self.schedules().items() if "plain" not in name and name != "seesaw"}
+        found |= {
+            name: keys for name, keys in self.schedules().items() if name in ("fastest by plain", "one late switch by plain")
+        }
         for name, keys in self.mine(found.items()):
             keys |= {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.2}
             rates = {f"wsd {name}": 1.0, f"wsd {name} half rate": 0.5}
@@ -486,8 +505,8 @@ def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
 
 def large_batch(results: Mapping[str, Any]) -> int:
     """Return the batch with which the fastest ramp ends: the one that a user of as many devices would run throughout."""
-    design = results["designs"]["critical" if "candidates" in results["designs"]["critical"] else "plain"]
-    return int(next(each for each in design["candidates"] if each["name"] == "early growth, fastest")["sizes"][-1])
+    candidates = results["designs"]["plain"]["candidates"]
+    return int(next(each for each in candidates if each["name"] == "early growth, fastest")["sizes"][-1])
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from rampup.batch_size.design_model import DATA_EXPONENTS, DesignModel, NoisePoi
 from rampup.batch_size.noise_scale import student
 from rampup.batch_size.scaling_laws import LAWS
 
+MAIN = "plain"  # the source of the noise scale whose schedules the figure shows, and the constant batches are predicted by
 SOURCES = {"plain": "noise scale", "adam": "noise scale, Adam", "critical": "rampup critical"}
 COLORS = {"measured": "#000000", "plain": "#0072b2", "adam": "#56b4e9", "critical": "#d55e00", "laws": "#999999"}
 Interval = tuple[float, float, float]  # the estimate, and the ends of its interval
@@ -107,11 +108,6 @@ class Report(NamedTuple):
             reached = model.run(((0, size),), samples=self.study.samples).progress
             found.append(self.study.samples / model.run(((0, self.best),), progress=reached).samples - 1)
         return (found[0], min(found), max(found)) if found else None
-
-    @property
-    def source(self) -> str:
-        """The source of the noise scale that `rampup design` prefers: the critical batches if there are any."""
-        return "critical" if "candidates" in self.results["designs"]["critical"] else "plain"
 
     def runs_of(self, prefix: str) -> list[Mapping[str, Any]]:
         """Return the runs of a schedule, one for each seed; of a swept one, those with the best rate."""
@@ -212,7 +208,7 @@ def schedule_table(report: Report) -> str:
         )
 
     for size in sorted({study.pilot, report.best, large_batch(report.results), study.sizes[-1]}):
-        add(f"constant {size}", f"constant {size}", report.source, study.samples // size, ((0, size),))
+        add(f"constant {size}", f"constant {size}", MAIN, study.samples // size, ((0, size),))
     seen = set[str]()
     for name, source, each in report.designed():
         if name not in seen and report.runs_of(f"ramp {name}"):
@@ -299,12 +295,12 @@ def draw(report: Report, path: Path) -> None:
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     over_tokens, over_steps, overheads = figure.subplots(1, 3)
     large = large_batch(report.results)
-    ramp = f"fastest by {report.source}"
+    ramp = f"fastest by {MAIN}"
     lines = {
         f"constant {study.pilot * length:,} tokens": (f"constant {study.pilot}", "#0072b2", "o"),
         f"constant {large * length:,} tokens": (f"constant {large}", "#d55e00", "o"),
         "the ramp of rampup design": (f"ramp {ramp}", "#009e73", "D"),
-        "one late switch": (f"ramp one late switch by {report.source}", "#e69f00", "s"),
+        "one late switch": (f"ramp one late switch by {MAIN}", "#e69f00", "s"),
         "Seesaw": ("ramp seesaw", "#cc79a7", "^"),
     }
     constants = [f"constant {size}" for size in study.sizes]
