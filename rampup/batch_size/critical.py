@@ -384,6 +384,16 @@ def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
     return "at_most" if critical == min(sizes) else "at_least" if critical == max(sizes) else "exact"
 
 
+def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:
+    """Return the noise scale that follows from a critical batch: the batch that needs 100% more tokens.
+
+    Example:
+        >>> implied_noise_scale(16, tolerance=0.25, gain=1.5)  # 16 need 20% more tokens
+        80.0
+    """
+    return size * (gain - tolerance) / tolerance
+
+
 def _shares(number: int) -> list[float]:
     """Return the weight of each evaluation in the smoothed loss."""
     newest_first = [SMOOTHING * (1 - SMOOTHING) ** age for age in range(number - 1)] + [(1 - SMOOTHING) ** (number - 1)]

@@ -27,6 +27,7 @@ from rampup.batch_size.critical import (
     BranchWindow,
     Evaluation,
     critical_bound,
+    implied_noise_scale,
     is_losing,
     judge,
     samples_for_gain,
@@ -139,23 +140,21 @@ class CriticalBatch:
 
     @property
     def disagreement(self) -> str | None:
-        """How the measured noise scale differs from the critical batch, if it differs by more than a factor of 2."""
-        noise = self.noise_scale_samples
-        if (
-            noise is None
-            or self.critical_batch_size is None
-            or not (value := noise.low if noise.value is None else noise.value)
-        ):
+        """How the measured noise scale differs by more than a factor of 2 from that which follows from the critical batch."""
+        noise, size = self.noise_scale_samples, self.critical_batch_size
+        if noise is None or size is None or not self.gain or not (value := noise.low if noise.value is None else noise.value):
             return None
-        ratio = value / self.critical_batch_size
+        implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
+        ratio = value / implied
         # A lower bound does not contradict a larger number, nor an upper one a smaller number.
         not_below = ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
         if not_below and (ratio <= DISAGREEMENT or self.bound == "at_least"):
             return None
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
         return (
-            f"the gradient noise scale, {noise} samples, is {factor} the critical batch: trust the branches. The noise "
-            "scale describes plain SGD with its best learning rate; with Adam it can be off in both directions"
+            f"the gradient noise scale, {noise} samples, is {factor} the {implied:,.3g} that follow from the critical batch. "
+            "Either can be wrong: the noise scale describes plain SGD, and branches are short and have no anneal. Whole runs "
+            "would settle it; until then, the smaller of the two wastes fewer tokens"
         )
 
 

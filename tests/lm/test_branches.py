@@ -268,19 +268,19 @@ def test_sgd_scales_the_learning_rate_linearly(tmp_path):
 @pytest.mark.parametrize(
     ("value", "low", "bound", "words"),
     [
-        (1600.0, None, "exact", "100 times the critical batch"),
-        (4.0, None, "at_least", "1/4 of the critical batch"),
-        (1600.0, None, "at_least", None),
-        (4.0, None, "at_most", None),
-        (1600.0, None, "at_most", "100 times the critical batch"),
-        (20.0, None, "exact", None),
+        (14_400.0, None, "exact", "100 times the 144 that follow from the critical batch"),
+        (36.0, None, "at_least", "1/4 of the 144"),
+        (14_400.0, None, "at_least", None),
+        (36.0, None, "at_most", None),
+        (14_400.0, None, "at_most", "100 times the 144"),
+        (100.0, None, "exact", None),
         (None, None, "exact", None),
         (None, 2.0, "exact", None),
-        (None, 1600.0, "exact", "100 times"),
+        (None, 14_400.0, "exact", "100 times"),
     ],
 )
 def test_noise_scale_and_critical_batch_are_compared(value, low, bound, words, tmp_path):
-    """A factor above 2 is reported; a critical batch that is only a bound contradicts no noise scale beyond it."""
+    """A factor above 2 is reported, at the same additional tokens; a bound contradicts no noise scale beyond it."""
     noise = None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
     found = result(tmp_path, bound=bound, noise_scale_samples=noise).disagreement
     assert found is None if words is None else words in found
