@@ -136,7 +136,9 @@ def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
 
 
 def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
-    """Before the only checkpoint that `rampup critical` measured, the noise scale of the run counts, in proportion to it."""
+    """Before the only checkpoint that `rampup critical` measured, the noise scale of the run counts, in proportion to it. The
+    intervals contain what both have measured.
+    """
     run = write_run(tmp_path / "run", measured_steps(np.random.default_rng(0), BATCH, 400))
     noise = Measurements.read([run], rampup.Config()).noise
     write_critical(run, "step-400-a", step=400, consumed_samples=400 * BATCH, critical_batch_size=64)
@@ -145,6 +147,7 @@ def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
     assert len(before) > 1
     ratio = 64 / noise[-1].noise
     assert [point.noise for point in measured.noise] == pytest.approx([*(point.noise * ratio for point in before), 64])
+    assert all(point.low <= own.noise <= point.high for point, own in zip(measured.noise, noise, strict=True))
     assert not any("nothing was measured before" in note for note in measured.notes)
 
 
