@@ -8,11 +8,23 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.dialects.reading import Entry, Launch, Settings, entry, flatten, option
+from rampup.dialects.reading import (
+    Entry,
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    Version,
+    entry,
+    flatten,
+    option,
+    program_of,
+    read_hydra,
+)
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, apply_if, at_least, multiple, positive, usable
 from rampup.dialects.script import Command
@@ -65,6 +77,21 @@ LAUNCH = Launch(
     read=read_words,
 )
 MAX_LISTED = 10_000
+
+
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a source; a program has a configuration of its own, of which a command sets a part."""
+
+    def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
+        program = "" if reading.command is None else program_of(reading.command)
+        given = {*reading.leaves, *(setting.partition("=")[0] for setting in reading.overrides)}
+        unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
+        note = f"{program}.py may set {', '.join(unset)} itself; it is not read, and trlX's ready-made sizes are taken."
+        return Version(notes=[note] if program and unset else [])
+
+    return read_hydra(source, overrides, launch, choose)
+
+
 # Defaults of the library's three ready-made configurations; PPO is what a file without a method has.
 BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
 
@@ -263,4 +290,4 @@ RULES: list[Rule[TrlxJob]] = [
         at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
     ]),
 ]  # fmt: skip
-DIALECT = Dialect(job=TrlxJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)
+DIALECT = Dialect(job=TrlxJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

@@ -1,10 +1,11 @@
 """Tests of rampup.dialects.trlx: its two rules, and what is collected."""
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, numbers_test, rules
+from helpers.dialect_files import boundary_test, checker, expect, numbers_test, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rampup.dialects import check_command
 from rampup.errors import ConfigError
 
 TRAIN, MICRO, ROUNDS, STEPS = (f"train.{name}" for name in ("batch_size", "minibatch_size", "epochs", "total_steps"))
@@ -86,3 +87,14 @@ def test_other_trainers_are_refused(change):
         trlx(change)
     with pytest.raises(ConfigError, match="AcceleratePPOTrainer"):
         trlx({"train.trainer_kwargs.megatron_cfg.trainer.devices": 8})
+
+
+def test_sizes_that_a_program_may_set_are_named():
+    """A command without sizes says that those of its program are not read; with them it does not."""
+    words = ["accelerate", "launch", "--num_processes", "7", "examples/hh/ppo_hh.py"]
+    expect(
+        check_command(words, "trlx"),
+        note="hh/ppo_hh.py may set train.batch_size, method.num_rollouts, method.chunk_size itself",
+    )
+    sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
+    expect(check_command(words, "trlx", sizes), no_note="may set", ok=True)
