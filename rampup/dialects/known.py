@@ -22,6 +22,7 @@ _RESPONSES = (
     r"(?:n|num|number_of)_(?:samples?|agents?|traj\w*|rollouts?|responses?|generations?|completions?|repeats?|answers?|envs?)"
     r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size"
 )
+_NONE_IF_ONE = re.compile(rf"{_RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p")  # a value of 1 of these changes nothing
 _MULTIPLIES = re.compile(
     rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*"
     r"|batch_size"
@@ -103,7 +104,8 @@ def find_open_forks(
     for name, place in located.items():
         last = name.rpartition(".")[2]
         is_size = last in last_parts or decides.fullmatch(last)
-        if place.value is None or not is_size or known.life(name) is not None:
+        has_none = place.value is None or (place.value == 1 and place.value is not True and _NONE_IF_ONE.fullmatch(last))
+        if has_none or not is_size or known.life(name) is not None:
             continue
         said = (
             f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "

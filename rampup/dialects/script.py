@@ -155,6 +155,10 @@ class _Stop(Exception):  # noqa: N818 - control flow, not an error
         return self.name == "exit" or (self.name == "return" and self.level > 0)
 
 
+class _Open(list[str]):
+    """Words of which a part without quotes is unknown: they may be more, or fewer."""
+
+
 class _Left(NamedTuple):
     """A branch that may have left a loop or a function."""
 
@@ -721,6 +725,9 @@ class _Reader:
             for word in names:
                 self.assign(word, "", mark(word) if text is None or len(names) > 1 or is_list else text.strip())
             return None
+        if is_list and not text.strip() and name == "read":  # what nothing sets has a number of parts that is not known
+            self.assign(names[0], "", _Open())
+            return True
         names = names or ["MAPFILE" if name != "read" else "REPLY"]
         if name != "read":
             self.assign(names[0], "", text.splitlines())
@@ -894,7 +901,7 @@ class _Reader:
 
     def get(self, name: str, key: str | None = None) -> Any:
         """Return the value of a parameter: text, a list, or the marker of one that is not set."""
-        if name in self.given:
+        if name in self.given and not key:
             return self.given[name]
         if name.isdecimal() or name in "@*#":
             return self.argument(name)
@@ -902,6 +909,7 @@ class _Reader:
             return "0" if name == "?" else mark(f"${name}")
         missing = mark(name, UNSET)
         value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name, [] if key else missing)
+        value = self.given[name].split() if name in self.given else value
         if key is None:
             return value[0] if isinstance(value, list) and value else value or ""
         index = self.text(key[1:-1])
@@ -912,6 +920,8 @@ class _Reader:
             return items
         number = self.arithmetic(index)
         if has_unknown(number) or (isinstance(value, str) and has_unknown(value) and number != "0"):
+            return mark(name)
+        if isinstance(value, _Open) and number != "0" and any(map(has_unknown, value[: int(number) + 1])):
             return mark(name)
         return items[int(number)] if -len(items) <= int(number) < len(items) else missing
 
@@ -927,8 +937,10 @@ class _Reader:
             pairs = (re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in items)
             keyed = {pair[1]: pair[2] for pair in pairs if pair}
             self.env |= {f"{name}[{index}]": item for index, item in keyed.items()}
-            old = before if isinstance(before, list) else [] if before is None else [before]
-            self.assign(name, "", [*(old if plus else []), *(keyed.values() or items)])
+            old = (before if isinstance(before, list) else [] if before is None else [before]) if plus else []
+            rows = [old, *map(self.words, parts)]
+            kind = _Open if any(isinstance(row, _Open) or any("*" in word for word in row) for row in rows) else list
+            self.assign(name, "", kind([*old, *(keyed.values() or items)]))
             return
         value = self.text(raw)
         if plus and not key:
@@ -956,16 +968,18 @@ class _Reader:
 
     def words(self, raw: str, *, empty: bool = False, split: bool = True) -> list[str]:
         """Return the words that a raw word becomes: none, one or several; `empty` as in `text`."""
-        text, ifs = "", self.env.get("IFS", "")
+        text, ifs, is_open = "", self.env.get("IFS", ""), False
         separators = f"[{re.escape(ifs)}]" if isinstance(ifs, str) and ifs.strip() else r"\s+"
         for piece, quoted in self.pieces(raw):
             parts = piece if isinstance(piece, list) else [piece]
+            is_open |= isinstance(piece, _Open) or (split and not quoted and any(map(has_unknown, parts)))
             if quoted or not split:
                 text += BREAK.join(EMPTY + part for part in parts)
             else:
                 text += re.sub(separators, BREAK, BREAK.join(parts))
         text = drop_unset(text) if empty else text
-        return [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
+        found = [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
+        return _Open(found) if is_open else found
 
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
         """Return a raw word, or the inside of double quotes, as one text, without splitting it.
@@ -1033,6 +1047,10 @@ class _Reader:
 
     def output(self, nodes: Sequence[Node]) -> str | None:
         """Return what a pipe of small programs prints, if it is known."""
+        raw = [node.words for node in nodes]
+        if len(raw) == 2 and raw[0][:2] == ["scontrol", "show"] and raw[1] == ["wc", "-l"]:  # the nodes of the job
+            number = self.get("SLURM_NNODES")
+            return None if has_unknown(number) else str(number)
         text = ""
         for node in nodes:
             words = [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
@@ -1094,6 +1112,9 @@ class _Reader:
             keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
             return keys or [str(n) for n in range(len(value))]
         if prefix == "#":
+            whole = self.env.get(name) if name not in self.given else ""
+            if key and (isinstance(whole, _Open) or (isinstance(whole, str) and has_unknown(whole))):
+                return mark(name)
             return "0" if is_missing else mark(name) if isinstance(value, str) and has_unknown(value) else str(len(value))
         if found := re.match(r":?[-=+?]", rest):
             is_set = not is_missing and (found[0][0] != ":" or bool(value))

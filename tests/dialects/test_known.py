@@ -72,6 +72,7 @@ def test_what_repeats_prompts_in_forks_has_a_hint(tmp_path):
     words = ["python3", "-m", "verl.trainer.main_ppo", "data.train_batch_size=512", "actor_rollout_ref.rollout.n_agent=5"]
     with pytest.raises(ConfigError, match=r"n_agent=5 .* counts the rows: give data\.train_batch_size as many times as large"):
         check_command(words, "verl")
+    assert check_command([*words[:-1], "actor_rollout_ref.rollout.n_agent=1"], "verl", ["verl_version=0.2"]).violations
     path = tmp_path / "sac.yaml"
     path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n")
     expect(check_file(path, "verl"), note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)")

@@ -123,6 +123,12 @@ OPEN = [
     ("f() { N=1; if [ -f x ]; then return; fi; N=2; exit 1; }; f", "1"),
     ("for N in 1 2 4; do if [ -f x ]; then M=1; break; fi; source ./exits.sh; done", WHETHER.format("[ -f x ]")),
     ("set -- 1 2; if [ -f x ]; then shift; fi; N=$1", WHETHER.format("[ -f x ]")),
+    ("A=($(hosts) b); N=${#A[@]}", "the script does not say what $A is"),
+    ("A=($(hosts) b); N=${A[1]}", "the script does not say what $A is"),
+    ("A=(*.json); N=${#A[@]}", "the script does not say what $A is"),
+    ("IFS=, read -ra A <<< \"$CUDA_VISIBLE_DEVICES\"; N=${#A[@]}", "the script does not say what $A is"),
+    ("A=(\"$(hosts)\" b); N=${#A[@]}${A[1]}", "2b"),
+    ("#SBATCH --nodes=3\nN=$(scontrol show hostnames $SLURM_JOB_NODELIST | wc -l)", "3"),
     ("set -- -n 2; while getopts $(x) o; do N=$OPTARG; done", "depends on it"),
     ("N=4; while [[ $# -gt 0 ]]; do case $1 in -n) N=$2; shift 2;; esac; done", "4"),
     ('N=4; while [ "$1" != "" ]; do case $1 in -n) N=$2; shift;; esac; shift; done', "4"),
@@ -134,6 +140,12 @@ def test_what_is_open_is_asked_as_it_is(text, question):
     """A condition or a loop that is not known opens what it changes, and no more; the question names it."""
     found = read_commands(f"{text}\nrun $N", "x.sh", {}, NESTED)[-1].words[-1]
     assert question in (explain_unknown(found) if unknown_names(found) else [found])
+
+
+def test_an_array_that_is_given_has_its_words():
+    """What a user gives for an array counts as its words."""
+    [command] = read_commands('A=($(hosts))\nrun ${#A[@]} ${A[1]} "${A[@]}"', "x.sh", {"A": "n1 n2 n3"}, NESTED)
+    assert command.words == ("run", "3", "n2", "n1", "n2", "n3")
 
 
 def test_a_loop_without_end_is_followed_for_a_bounded_time():
