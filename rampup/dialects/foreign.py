@@ -15,6 +15,8 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("torchtitan", r"\btorchtitan\b|--training\.(?:local|global)_batch_size\b"),
     ("torchtitan", r"^\[training\] & ^(?:local|global)_batch_size *="),
     ("OpenRLHF", r"\bopenrlhf\b"),
+    ("EasyR1", r"\bverl\.trainer\.main\b"),
+    ("EasyR1", r"^worker\s*: & ^\s+rollout_batch_size\s*:"),
     ("slime", r"--rollout-batch-size\b & --num-rollout\b|--n-samples-per-prompt\b|\bslime\b"),
     ("NeMo-RL", r"\bnum_prompts_per_step\b|\bnemo[_-]rl\b|\btrain_global_batch_size\b|\bval_global_batch_size\b"),
     ("LLaMA-Factory", r"\bllamafactory\b|\bllamafactory-cli\b|^\s*(?:--)?finetuning_type\b"),

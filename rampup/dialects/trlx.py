@@ -86,8 +86,11 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         program = "" if reading.command is None else program_of(reading.command)
         given = {*reading.leaves, *(setting.partition("=")[0] for setting in reading.overrides)}
         unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
+        # The names of trlX's own programs begin with their method.
+        method = next((name for name in ("ilql", "sft") if f"/{program}".rpartition("/")[2].startswith(name)), "")
+        trainers = {"train.trainer": f"Accelerate{method.upper()}Trainer"} if method else {}
         note = f"{program}.py may set {', '.join(unset)} itself; it is not read, and trlX's ready-made sizes are taken."
-        return Version(notes=[note] if program and unset else [])
+        return Version(defaults=trainers, notes=[note] if program and unset else [])
 
     return read_hydra(source, overrides, launch, choose)
 

@@ -85,6 +85,10 @@ FOREIGN = {
     "axolotl": ["base_model: m\ndatasets:\n  - path: d\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"],
     "LLaMA-Factory": ["stage: sft\nfinetuning_type: lora\nper_device_train_batch_size: 1\n"],
     "OpenRLHF": ["python3 -m openrlhf.cli.train_ppo_ray --micro_train_batch_size 8 --rollout_batch_size 1024\n"],
+    "EasyR1": [
+        "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=8\n",
+        "data:\n  rollout_batch_size: 512\nworker:\n  actor:\n    global_batch_size: 128\n",
+    ],
     "slime": ["python3 train.py --num-rollout 9 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256\n"],
     "NeMo-RL": ["grpo:\n  num_prompts_per_step: 32\npolicy:\n  train_global_batch_size: 512\n"],
     "torchtitan": ["torchrun --nproc_per_node=8 -m torchtitan.train --training.global_batch_size 8\n"],

@@ -98,3 +98,5 @@ def test_sizes_that_a_program_may_set_are_named():
     )
     sizes = ["train.batch_size=4", "method.num_rollouts=64", "method.chunk_size=16"]
     expect(check_command(words, "trlx", sizes), no_note="may set", ok=True)
+    words[-1] = "examples/ilql_sentiments.py"
+    expect(check_command(words, "trlx"), mini_batch_samples=7 * 128)
