@@ -163,8 +163,8 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         # What the command leaves open, the cluster tells each pod.
         located = {name: value for name, value in located.items() if name not in _DEVICES}
         located.setdefault("world_size", command.locate(command.machine.devices))
-    names = {*located, *overridden}
-    is_alone = _starts_one_process(command) and not any(re.search("gpu|node|world|data_parallel_size", name) for name in names)
+    hints = [name for name in {*located, *overridden} if re.search("gpu|node|world|data_parallel_size", name)]
+    is_alone = _starts_one_process(command) and not hints
     if command is not None and is_alone and all(located[axis].value == 1 for axis in MODEL_AXES if axis in located):
         located["world_size"] = command.locate(1)
         alone = "the command says no number of processes, so it is one, with one device; if a launcher does, add world_size=N."
