@@ -241,8 +241,9 @@ def known_keys(system: str, key: str) -> Rule[Any]:
     """Return the rule that MaxText has all keys that are not in a base file of a fork."""
     return Rule(name=f"{system}.known_keys", keys=(key,), holds=lambda job: not unknown_keys(job), candidates=lambda _: None,
         message=lambda job: (
-            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration. For a "
-            f"fork with keys of its own, name its base file with {BASE}=..., or give them on rampup's command line as well"
+            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration (that of "
+            f"November 2025 warned). For a fork with keys of its own, name its base file with {BASE}=..., or give them on "
+            "rampup's command line as well"
         ))  # fmt: skip
 
 
