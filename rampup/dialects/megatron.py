@@ -660,6 +660,8 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:
+    if "devices" in job.settings.given and not {"num_nodes", "world_size"} & job.settings.given:
+        yield "num_nodes is not in the file: one node is taken, as NeMo does; add num_nodes=N if the launcher sets it."
     known = load_known_keys("megatron")
     if foreign := with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None}):
         yield (

@@ -212,7 +212,8 @@ LAUNCH = Launch(
 
 # The programs of veRL and of its recipes; a fork has others beside them.
 _PROGRAMS = re.compile(
-    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+|[^/]*"
+    r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+"
+    r"|(?:main_[^/]*)?"
 )
 
 

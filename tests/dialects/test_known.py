@@ -73,6 +73,8 @@ def test_what_repeats_prompts_in_forks_has_a_hint(tmp_path):
     with pytest.raises(ConfigError, match=r"n_agent=5 .* counts the rows: give data\.train_batch_size as many times as large"):
         check_command(words, "verl")
     assert check_command([*words[:-1], "actor_rollout_ref.rollout.n_agent=1"], "verl", ["verl_version=0.2"]).violations
+    with pytest.raises(ConfigError, match=r"this starts train, a trainer of a fork"):
+        check_command(["python", "-u", "train.py", *words[3:-1], "actor_rollout_ref.rollout.n=2"], "verl")
     path = tmp_path / "sac.yaml"
     path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n")
     expect(check_file(path, "verl"), note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)")

@@ -82,6 +82,7 @@ FILES = {
     "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 10"}),
     "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
     "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], {"num_devices": 1, "note": "says no number of processes"}),
+    "nodes of NeMo": ("megatron", "apiVersion: 1\ntrainer: {devices: 8}\nmodel: {micro_batch_size: 1, global_batch_size: 64}\n", {}, [], {"num_devices": 8, "note": "one node is taken"}),
     "torchrun of one": ("megatron", f"torchrun --master_port 6000 {GPT.replace('size 2', 'size 1')}", {}, [], {"num_devices": 1}),
     "a module that generates": ("megatron", f"torchrun --nproc_per_node 8 -m examples.gpt_static_inference {GPT[15:]}", {}, [], "does not train"),
     "processes of another script": ("megatron", f"python {GPT}", {}, [], "number of devices"),
