@@ -388,7 +388,9 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     containers = find_containers(text) if is_file and is_yaml and not is_script else []
     if is_file and is_yaml and not is_script and not containers:
         leaves, repeated = read_leaves(text, path)
-        return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
+        parents = leaves[PARENT].value if PARENT in leaves else None
+        recognized = isinstance(parents, list) and any(isinstance(name, str) and name in launch.bases for name in parents)
+        return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated, recognized=recognized)
     settings = [setting.partition("=") for setting in overrides]
     given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
     read = partial(read_commands, path=path, given=given, nested=launch.program, relevant=launch.relevant)
@@ -427,6 +429,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         after = text.partition(command.script)[2].split() if command.script else []
         programs = [word for word in after if "=" not in word and word[0] != "-" and launch.program.search(word)]
         if command.skipped:
+            outside = outside or launch.read(command)
             continue
         if command.script and not (command.unread and programs):
             unread += [command] if command.unread else []

@@ -132,6 +132,17 @@ def test_what_starts_a_run_is_read(tmp_path, name):
         expect(check_file(path, system, settings), **wanted)
 
 
+def test_a_system_is_found_by_a_run_that_is_off_and_by_a_base_file(tmp_path):
+    """A command under a condition that does not hold, and the name of a base file that a system ships, tell whose file it is."""
+    path = tmp_path / "run.sh"
+    path.write_text(f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi")
+    with pytest.raises(ConfigError, match=r"this starts SkyRL only if .* add NODE_RANK="):
+        check_file(path)
+    assert check_file(path, None, ["NODE_RANK=0"]).system == "skyrl"
+    (tmp_path / "own.yaml").write_text("defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n")
+    assert check_file(tmp_path / "own.yaml").system == "verl"
+
+
 @pytest.mark.parametrize(("name", "kind"), [("launch.py", "a Python program"), ("README.md", "a text with commands in it")])
 def test_files_that_are_not_read_are_named(tmp_path, name, kind):
     """A launcher in Python and a description say what they are, and to paste the command."""
