@@ -43,7 +43,7 @@ from rampup.tune.topology import Compiled, Target, compile_on, compiler_version,
 
 SCAN = "scan over microbatches"
 SYSTEMS = (FIXED, JIT, MULTI_STEPS, MICROBATCHING, SCAN)
-# The ramp of configs/base.yml: 4, 8, 12 and 16 rows of a device, in microbatches of 4.
+# A ramp of 4, 8, 12 and 16 rows of a device, in microbatches of 4.
 MICROBATCH, NUM_PHASES = 4, 4
 # Its model, with matrix products in bfloat16.
 MODEL = LanguageModel(num_layers=4, width=128, mlp_dim=512, num_heads=4, num_kv_heads=4, vocab_size=256, dtype="bfloat16")

@@ -53,7 +53,7 @@ def build_plan(
     Example:
         >>> plan = build_plan(Config(enable_rampup_batch_size=True), num_devices=4)
         >>> plan.ramp.sizes
-        (16, 32, 48, 64)
+        (8, 16, 24, 32)
     """
     if not isinstance(config, Config):
         raise ConfigError(f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")

@@ -208,7 +208,7 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
     Example:
         >>> explained = explain("global_rampup_samples")
         >>> explained["unit"], explained["default"], explained["maxtext_default"]
-        ('samples', 1600, '500')
+        ('samples', 3000, '500')
     """
     file = next((file for file in files if name in file.keys), None)
     if file is None:

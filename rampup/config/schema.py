@@ -56,8 +56,8 @@ class RunKeys(Settings):
         Folder of the run inside base_output_directory. A run with a name resumes from its last checkpoint; an empty name makes
         a new folder.""")
     base_output_directory: str = _run("runs", "Folder in which the folders of runs are made.", maxtext='""')
-    steps: int = _run(400, minimum=1, also=(-1,), unit="steps", maxtext="150_001", instead_of=("train_samples", "train_tokens"),
-        doc="""
+    steps: int = _run(1000, minimum=1, also=(-1,), unit="steps", maxtext="150_001",
+        instead_of=("train_samples", "train_tokens"), doc="""
         Optimizer steps of the run. -1: as many as train_samples or train_tokens take, or learning_rate_schedule_steps; one of
         them must then be set. If learning_rate_schedule_steps is set too, the run has this many steps.""")
     train_samples: int | None = _run(None, kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True,
@@ -103,7 +103,7 @@ class RunKeys(Settings):
 class RampKeys(Settings):
     """The keys of the global batch of every step, and its microbatches."""
 
-    per_device_batch_size: Fraction = _batch(Fraction(16), above=0, unit="samples", maxtext="12.0", ramp=True,
+    per_device_batch_size: Fraction = _batch(Fraction(8), above=0, unit="samples", maxtext="12.0", ramp=True,
         per_accumulation=True, doc="""
         Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices *
         per_device_batch_size * gradient_accumulation_steps. May be a fraction if tensor or pipeline parallelism shares a sample
@@ -150,14 +150,14 @@ class RampKeys(Settings):
         Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size,
         over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise,
         false if per_device_batch_size or batch_size_schedule is set.""")
-    per_device_batch_size_start: Fraction = _ramp(Fraction(4), above=0, unit="samples", ramp=True, per_accumulation=True,
+    per_device_batch_size_start: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
         doc="""
         Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
-    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), above=0, unit="samples", maxtext="2.0", ramp=True,
-        per_accumulation=True, doc="""
+    per_device_batch_size_increment: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
+        doc="""
         Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size -
         per_device_batch_size_start.""")
-    global_rampup_samples: int = _ramp(1600, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
+    global_rampup_samples: int = _ramp(3000, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
         Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole
         steps, and at least one, so the ramp can consume up to a batch more per phase.""")
     rampup_carry_overshoot: bool = _ramp(False, own=True, ramp=True, doc="""

@@ -90,8 +90,8 @@ def test_auto_schedule_checks_every_size_before_the_run():
         with pytest.raises(error, match="per_device_batch_size"):
             auto_sizes(4, largest)
     plan = build_plan(Config(batch_size_schedule="auto"), 1)
-    assert (plan.ramp.sizes, plan.reserved_sizes) == ((4,), (4, 8, 16))
-    assert dict(plan.max_microbatches) == {2: 8}
+    assert (plan.ramp.sizes, plan.reserved_sizes) == ((2,), (2, 4, 8))
+    assert dict(plan.max_microbatches) == {1: 8}
     pair = {"batch_size_schedule": "auto", "per_device_batch_size_start": 6, "per_device_batch_size": 18}
     with pytest.raises(BatchDivisibilityError, match=r"^microbatch_size=4 must divide .*; nearest: 3 ") as caught:
         build_plan(Config(**pair, microbatch_size=4), 1)
@@ -119,7 +119,7 @@ def test_auto_schedule_checks_every_size_before_the_run():
 
 def test_the_plan_says_what_auto_may_do():
     """Text and JSON have the sizes and the bounds of the samples, also after the batch has grown; nothing `stays` in vain."""
-    keys = {"batch_size_schedule": "auto", "steps": 500}
+    keys = {"batch_size_schedule": "auto", "steps": 500, "per_device_batch_size_start": 4, "per_device_batch_size": 16}
     plan = build_plan(Config(**keys), 4)
     text = str(plan)
     assert "auto: 16, 32 or 64 samples, by the measured noise scale; 500 steps and 8,000 to 32,000 samples" in text
@@ -139,7 +139,7 @@ def test_the_plan_says_what_auto_may_do():
     unknown = NoiseEstimate(value=None, low=None, high=None)
     said = advice.outlook(step=10, sample=40, noise=unknown)
     assert said == "advises 4 samples, the largest batch; the noise scale is not known yet"
-    single = build_plan(Config(**keys, per_device_batch_size=4), 4)
+    single = build_plan(Config(**keys | {"per_device_batch_size": 4}), 4)
     assert "auto: 16 samples, " in str(single)
     assert "rest" in str(single)
     assert "auto" not in build_plan(Config(), 4).to_dict()

@@ -36,7 +36,7 @@ def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width
     # Settings apply to the first plan, and devices to both.
     command = ["plan", BASE, "steps=7", "--diff", BASE, "--devices", "2"]
     _, both = run_json(capsys, *command)
-    assert both["changed_keys"] == {"steps": {"a": 7, "b": 400}}
+    assert both["changed_keys"] == {"steps": {"a": 7, "b": 1000}}
     assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
     assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
     same = run_text(capsys, monkeypatch, *command, width=width)
@@ -65,17 +65,17 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     constant = [BASE, "enable_rampup_batch_size=false", "--devices", "4", "--budget", "10M"]
     text = " ".join(run_text(capsys, monkeypatch, "plan", *constant).split())
     assert "the batch is the same throughout" in text
-    assert "steps=400 consumes 3,276,800 tokens; for the budget set steps=1221" in text
+    assert "steps=1,000 consumes 4,096,000 tokens; for the budget set steps=2442" in text
 
 
 def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     """The throughput of each batch size comes from a run's metrics; sizes without any are counted."""
-    lines = [{"step": n, "global_batch_size": 16 * (1 + n // 3), "tokens_per_second": 1000.0 * (1 + n // 3)} for n in range(6)]
+    lines = [{"step": n, "global_batch_size": 8 * (1 + n // 3), "tokens_per_second": 1000.0 * (1 + n // 3)} for n in range(6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     arguments = ["plan", BASE, "--devices", "4", "--budget", "10M", "--measured", str(tmp_path)]
     _, result = run_json(capsys, *arguments)
     spent = {int(size): steps * int(size) * 128 for size, steps in result["budget"]["steps_by_global_batch_size"].items()}
-    seconds = spent[16] / 1000 + (spent[32] + spent[48] + spent[64]) / 2000
+    seconds = spent[8] / 1000 + (spent[16] + spent[24] + spent[32]) / 2000
     assert result["budget"]["hours"] == pytest.approx(seconds / 3600)
     assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
 

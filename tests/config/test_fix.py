@@ -50,7 +50,7 @@ def fixed(folder, text, *settings, environ=None):
         (BASE + "per_device_batch_size_increment: 5\n", BASE + "per_device_batch_size_increment: 6\n"),
         (BASE + "ici_tensor_parallelism: 3", BASE + "ici_tensor_parallelism: 4"),
         (BASE + "num_devices: 6\nici_tensor_parallelism: 4\n", BASE + "num_devices: 6\nici_tensor_parallelism: 3\n"),
-        (BASE + "microbatch_size: 3\n", BASE + "microbatch_size: 4\n"),
+        (BASE + "microbatch_size: 3\n", BASE + "microbatch_size: 2\n"),
         (OFF + "batch_size_schedule: '0:100, 3K:250 5K:250'\n", OFF + 'batch_size_schedule: "0:100, 3K:252 5K:252"\n'),
         (OFF + "batch_size_schedule: 0:65 1:3 500:8\n", OFF + 'batch_size_schedule: "0:64 1:4 500:8"\n'),
         (BASE + "batch_size_schedule: 0:64\n", BASE + "batch_size_schedule: 0:64\n" + OFF),

@@ -70,7 +70,7 @@ def test_bad_budgets_and_shares_are_refused(keys, text):
 def test_the_nearest_budget_counts(tmp_path, capsys):
     """A budget on the command line replaces the steps of the file, and the other way round; both in one place is an error."""
     code, plan = run_json(capsys, *PLAN, "train_samples=6400", "enable_rampup_batch_size=false")
-    assert (code, plan["total_steps"]) == (0, 100)
+    assert (code, plan["total_steps"]) == (0, 200)
     (tmp_path / "my.yml").write_text("base_config: base.yml\ntrain_tokens: 1M\n")
     assert load_config(tmp_path / "my.yml").train_tokens == 10**6
     assert load_config(tmp_path / "my.yml", ["steps=7"]).total_steps == 7
@@ -159,7 +159,7 @@ def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
     assert [phase["learning_rate_scale"] for phase in phases] == [0.5, math.sqrt(0.5), math.sqrt(0.75), 1.0]
     assert [phase["adam_b2_half_life_tokens"] for phase in phases] == pytest.approx([phases[0]["adam_b2_half_life_tokens"]] * 4)
     assert phases[-1]["peak_learning_rate"] == 0.003
-    assert phases[1]["learning_rate"] == pytest.approx(0.003 * math.sqrt(0.5) * 544 / 2323.2, rel=1e-3)
+    assert phases[1]["learning_rate"] == pytest.approx(0.003 * math.sqrt(0.5) * 1000 / 2765.6, rel=1e-3)
     assert main([*PLAN, "--hyperparameters", *words]) == 0
     assert "half life" in capsys.readouterr().out
     assert "adam_b2" not in run_json(capsys, *PLAN, "--hyperparameters", "opt_type=sgd")[1]["phases"][0]

@@ -93,7 +93,7 @@ def test_ramp_keys_next_to_a_schedule_are_refused() -> None:
 
 def test_default_ramp_is_that_of_base_yml() -> None:
     """`Config()` has a ramp; a batch or a schedule of one's own has none unless it asks for one."""
-    assert build_plan(Config(), 4).ramp.sizes == (16, 32, 48, 64)
+    assert build_plan(Config(), 4).ramp.sizes == (8, 16, 24, 32)
     assert build_plan(Config(per_device_batch_size=16), 4).ramp.sizes == (64,)
     assert build_plan(Config(batch_size_schedule="0:8"), 4).ramp.sizes == (8,)
     assert replace(Config(), steps=3).enable_rampup_batch_size

@@ -148,12 +148,12 @@ def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tm
 def test_gradient_noise_chooses_a_microbatch_or_is_refused():
     """On one device an automatic microbatch leaves two blocks in every phase; a given one that does not is refused."""
     plan = build_plan(Config(measure_gradient_noise=True), 1)
-    assert plan.ramp.sizes == (4, 8, 12, 16)
+    assert plan.ramp.sizes == (2, 4, 6, 8)
     assert [split.num_microbatches for split in plan.splits] == [2, 4, 6, 8]
     assert build_plan(Config(measure_gradient_noise=True), 2).splits == build_plan(Config(), 2).splits
     stages = {"logits_via_embedding": True, "ici_pipeline_parallelism": 2, "num_pipeline_repeats": 2}
     for keys, devices, message in (
-        ({"microbatch_size": 4}, 1, r"phase 0.*set microbatch_size=2"),
+        ({"microbatch_size": 2}, 1, r"phase 0.*set microbatch_size=1"),
         ({"per_device_batch_size": 1}, 1, "one block"),
         (stages, 2, "logits_via_embedding=false"),
         ({"gradient_accumulation": "multi_steps"}, 1, "gradient_accumulation=fused"),

@@ -24,7 +24,7 @@ BASE = "configs/base.yml"
 MIB = 2**20
 
 
-def compile_base(name, *settings, microbatch_size=4):
+def compile_base(name, *settings, microbatch_size=2):
     """Return the programs of base.yml for a slice, and the answer about one microbatch size."""
     topology = Topology.parse(name)
     config = rampup.load_config(BASE, settings)
