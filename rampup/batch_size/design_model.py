@@ -328,10 +328,13 @@ class DesignModel:
         The switch is in the second half of the samples (arXiv 2602.14208).
         """
         target = self.run(((0, sizes[0]),), samples=samples).progress
-        choices: list[Schedule] = [
-            ((0, sizes[0]), (round(samples * share / 20), size)) for share in range(10, 20) for size in sizes[1:]
-        ] or [((0, sizes[0]),)]
-        return min(choices, key=lambda schedule: self.run(schedule, progress=target).seconds)
+        return min(late_switches(sizes, samples), key=lambda schedule: self.run(schedule, progress=target).seconds)
+
+
+def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
+    """Return the schedules with one switch from the smallest batch, in the second half of the samples."""
+    start = (0, sizes[0])
+    return [(start, (round(samples * share / 20), size)) for share in range(10, 20) for size in sizes[1:]] or [(start,)]
 
 
 def _parts_of(schedule: Schedule, samples: float) -> list[tuple[int, float]]:

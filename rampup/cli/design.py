@@ -190,6 +190,10 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
         costs = f"{_with_interval(candidate, 'token_overhead', '{:.0%}'.format)} more tokens than a very small batch"
         wrong = f"if the noise scale is half of this, it costs {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
         console.print(f"  {costs}; {wrong}")
+        if candidate["hours_to_same_loss_if_noise_is_forgotten"] is not None:
+            hours = format_value(candidate["hours_to_same_loss_if_noise_is_forgotten"])
+            best = ", the fastest" * (candidate["name"] == facts["fastest_if_noise_is_forgotten"])
+            console.print(f"  if its noise is forgotten: {hours} hours to the same loss{best}")
     console.print("This is a model, not a measurement. It assumes:")
     for sentence in facts["assumptions"]:
         console.print(f"- {sentence}")

@@ -1,4 +1,7 @@
-"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`."""
+"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`.
+
+A run with a constant learning rate has a second opinion, that of `rampup.batch_size.forgetting`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from rampup.batch_size.design_model import (
     loss_penalty,
     noise_curves,
 )
+from rampup.batch_size.forgetting import ForgettingModel
 from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale, fieller
 from rampup.config.build import build_plan
 from rampup.config.load import load_config
@@ -58,9 +62,9 @@ LEAST_BIN = 16
 OPEN_RATIO = 2.64
 # The largest ratio of the ends of an interval at which an octave of samples still has its own noise scale.
 PRECISE = 4.0
-# The same for the first and the last step, and the shares of a run that their lines go through, the first one that is precise.
+# The same for the first and the last step, and the shares of a run that their lines go through: the first that is precise.
 END_PRECISE = 8.0
-FIRST_SHARES, LAST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2), (1 / 4, 1 / 2, 1.0)
+FIRST_SHARES, LAST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2), (1 / 4, 1 / 2)
 # A half-life with which no step of an average fades.
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
@@ -142,17 +146,21 @@ def design_ramp(
     if assume_growth is None:
         _refuse_extrapolation(models, references, measurements.noise[-1].samples, samples)
     schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
+    reference = config.batch_scaling_reference or plan.ramp.sizes[-1]
 
     line = loss_line(measurements.losses)
     if line is None:
         notes.append("the measured run is too short for the slope of its loss, so no loss and no loss penalty is predicted")
     slope = None if line is None else abs(line[1])
     loss = None if line is None else line[0] + line[1] * math.log(measurements.noise[-1].samples)
+    forgetting = _forgetting_model(config, model, reference, slope, samples, references[0])
+    if forgetting is not None:
+        schedules["one late switch"] = forgetting.late_switch(sizes)
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
         ends |= _with_ends(f"noise_scale_{name}", [each.noise.at(progress) for each in models])
     unit = length if config.batch_size_schedule_unit == "tokens" else 1
-    candidates, reference = [], config.batch_scaling_reference or plan.ramp.sizes[-1]
+    candidates = []
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
         rule = _rate_rule(config, reference)
@@ -165,6 +173,13 @@ def design_ramp(
         course = _course(schedule, models, samples=samples, tokens_per_sample=length, slope=slope, loss=loss)
         named = {"name": name, "batch_size_schedule": text, "rate_rule": rule, "settings": settings}
         candidates.append({**named, **found, "course": course})
+    fastest = min(candidates, key=lambda candidate: candidate["hours_to_same_loss"])["name"]
+    forgets = _fastest_if_forgotten(forgetting, schedules, candidates)
+    if forgets is not None and forgets != fastest:
+        notes.append(
+            f"the models disagree: {fastest!r} is the fastest by the noise scale alone, and {forgets!r} if noise is forgotten, "
+            f"as at the constant learning rate of lr_schedule_type={config.lr_schedule_type}; a short run of each would decide"
+        )
     return {
         "train_tokens": tokens,
         "train_samples": samples,
@@ -176,8 +191,9 @@ def design_ramp(
         "step_seconds": {str(size): measurements.seconds[size] for size in sorted(measurements.seconds)},
         "loss_slope": slope,
         "candidates": candidates,
-        "fastest": min(candidates, key=lambda candidate: candidate["hours_to_same_loss"])["name"],
-        "assumptions": _assumptions(measurements, model, references[0], sizes),
+        "fastest": fastest,
+        "fastest_if_noise_is_forgotten": forgets,
+        "assumptions": _assumptions(measurements, model, references[0], sizes, forgetting),
         "notes": notes,
     }
 
@@ -260,6 +276,39 @@ def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | No
     ends = {"low": min(known), "high": max(known)} if len(known) == len(values) else {"low": None, "high": None}
     finite = {f"{key}_{end}": value if value is not None and value < math.inf else None for end, value in ends.items()}
     return {key: values[0], **finite}
+
+
+def _forgetting_model(
+    config: Config, model: DesignModel, reference: int, slope: float | None, samples: int, progress: float
+) -> ForgettingModel | None:
+    """Return the second model of a run whose learning rate is constant for most of it; None for other runs.
+
+    The share of a wsd run in which its rate falls stands for the progress in which noise is forgotten.
+    """
+    if not slope or config.lr_schedule_type == "cosine":
+        return None
+    rule = _rate_rule(config, reference)
+    linear = "linear" in (rule.get("learning_rate_batch_scaling"), rule.get("batch_scaling"))
+    memory = max(config.wsd_decay_steps_fraction, 0.01) * progress
+    power = 1.0 if linear else 0.5
+    return ForgettingModel(model=model, batch=reference, power=power, memory=memory, slope=slope, length=samples)
+
+
+def _fastest_if_forgotten(
+    forgetting: ForgettingModel | None, schedules: Mapping[str, Schedule], candidates: Sequence[dict[str, Any]]
+) -> str | None:
+    """Return the fastest candidate of the second model, and add its hours to all; Seesaw, which has other rates, has none."""
+    for candidate in candidates:
+        candidate["hours_to_same_loss_if_noise_is_forgotten"] = None
+        if forgetting is not None and candidate["name"] != "seesaw":
+            loss = forgetting.loss(forgetting.follow(schedules[candidates[0]["name"]]))
+            seconds = forgetting.seconds(schedules[candidate["name"]], loss)
+            if seconds < math.inf:
+                candidate["hours_to_same_loss_if_noise_is_forgotten"] = seconds / SECONDS_PER_HOUR
+    key = "hours_to_same_loss_if_noise_is_forgotten"
+    return min((each for each in candidates if each[key] is not None), key=lambda each: each[key], default={"name": None})[
+        "name"
+    ]
 
 
 def _budget_keys(tokens: int) -> dict[str, Any]:
@@ -567,8 +616,10 @@ def _candidates(
     return found
 
 
-def _assumptions(measured: Measurements, model: DesignModel, progress: float, sizes: Sequence[int]) -> list[str]:
-    """Return in sentences what the model assumes."""
+def _assumptions(
+    measured: Measurements, model: DesignModel, progress: float, sizes: Sequence[int], forgetting: ForgettingModel | None
+) -> list[str]:
+    """Return in sentences what the models assume."""
     last = model.noise.knots[-1][0]
     kind = (
         "from the critical batch of `rampup critical` and its additional tokens follows the noise scale, at 100% more tokens; "
@@ -603,7 +654,15 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
     found += [
         "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the loss and the slope that the "
         "run measured, at the learning rates of its second half; the intervals have 0.37 too, the refit of arXiv 2404.10102",
-        "Seesaw is judged by its batches alone, as if its learning rate were the best one too, and a late switch without "
-        "the noise that training forgets (arXiv 2602.14208)",
+        "Seesaw is judged by its batches alone, as if its learning rate were the best one too",
     ]
+    forgotten = "with the noise that training forgets at a constant learning rate (arXiv 2601.05034, 2602.14208)"
+    if forgetting is None:
+        found.append(f"no schedule is judged {forgotten}; lr_schedule_type=wsd and constant add that model")
+    else:
+        found.append(
+            f"the second model judges schedules {forgotten}: the signal follows the rate times the steps, the noise fades by a "
+            f"factor e in a progress of {forgetting.memory:,.0f}, a share wsd_decay_steps_fraction of the run, and the rate is "
+            f"the best constant one for a batch of {forgetting.batch:,}"
+        )
     return found

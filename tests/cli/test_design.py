@@ -29,6 +29,7 @@ KEYS |= {
     "loss_slope",
     "candidates",
     "fastest",
+    "fastest_if_noise_is_forgotten",
     "assumptions",
     "notes",
 }
@@ -181,6 +182,31 @@ def test_critical_batches_are_preferred(run, capsys):
     assert found["step_seconds"]["16"] == 2.0
     # Larger batches save no time on this machine, so the fastest is the smallest.
     assert found["fastest"] == "constant 4"
+
+
+def test_a_constant_rate_has_a_second_model(run, capsys):
+    """Where samples cost time, a late switch wins if the noise is forgotten and not by the noise scale; the output says so."""
+    tuned = run.with_name("tune.json")
+    tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))
+    arguments = ["design", str(run), "--train-tokens", "5M", "--devices", "1", "--measured", str(tuned)]
+    key = "hours_to_same_loss_if_noise_is_forgotten"
+    for schedule in ("wsd", "constant", "cosine"):
+        code, found = run_json(capsys, *arguments, f"lr_schedule_type={schedule}")
+        hours = {candidate["name"]: candidate[key] for candidate in found["candidates"]}
+        assert (code, found["fastest"]) == (0, "constant 4")
+        disagree = [note for note in found["notes"] if "the models disagree: 'constant 4'" in note]
+        if schedule == "cosine":
+            assert (found["fastest_if_noise_is_forgotten"], {*hours.values()}, disagree) == (None, {None}, [])
+            continue
+        assert found["fastest_if_noise_is_forgotten"] == "one late switch"
+        assert len(disagree) == 1
+        assert hours["one late switch"] < 0.95 * hours["constant 4"]
+        assert hours["constant 4"] == pytest.approx(next(each["hours"] for each in found["candidates"]), rel=1e-3)
+        assert hours.get("seesaw") is None
+    assert main([*arguments, "lr_schedule_type=wsd"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "hours to the same loss, the fastest" in text
+    assert "the models disagree" in text
 
 
 def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
