@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rampup
-from rampup.batch_size.design_model import noise_curves
+from rampup.batch_size.design_model import DesignModel, NoiseCurve, StepTimes, noise_curves
 from rampup.batch_size.noise_scale import NoiseScale
 from rampup.cli import main
 from rampup.config.files import run_yaml
@@ -87,6 +87,37 @@ def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
             ends = [[curve.knots[place][1] for curve in (low, high)] for place in (0, -1)]
             covered.append([low <= truth(place) <= high for (low, high), place in zip(ends, samples[[0, -1]], strict=True)])
     assert all(0.87 <= share <= 0.93 for share in np.mean(covered, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("truths", "runs"), [(TRUTHS[1::4], 1), pytest.param(TRUTHS, 13, marks=pytest.mark.slow)], ids=(2, 104)
+)
+def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):
+    """In 90% of runs of known truth, the fastest schedule needs between half and twice the printed share of additional tokens.
+
+    The design is for twice the measured samples, and for devices on which a step of 64 samples takes 2.5 times as long as 16.
+    """
+    steps, ratios = 400, []
+    tuned = tmp_path / "tune.json"
+    phases = [{"global_batch_size": size, "step_seconds": 0.5 + size / 32} for size in (16, 32, 64)]
+    tuned.write_text(json.dumps({"phases": phases}))
+    samples = BATCH * np.arange(2 * steps)
+    for number, truth in enumerate(truths):
+        rng, noise = np.random.default_rng(number), truth(samples)
+        progress = np.cumsum(BATCH / (1 + BATCH / noise))
+        knots = tuple(zip(progress.tolist(), noise.tolist(), strict=True))
+        model = DesignModel(noise=NoiseCurve(knots=knots, growth=0.0), times=StepTimes.fit({1: 1.0}))
+        for _ in range(runs):
+            folder = write_run(tmp_path / "run", measured_steps(rng, noise[:steps], steps))
+            tokens = 2 * steps * BATCH * LENGTH
+            found = rampup.design_ramp(CONFIG, [folder, tuned], num_devices=1, train_tokens=tokens, max_batch=256)
+            best = next(each for each in found["candidates"] if each["name"] == found["fastest"])
+            assert best["rate_rule"]
+            assert best["token_overhead_low"] <= best["token_overhead"] <= best["token_overhead_high"]
+            starts = [start // LENGTH for start in best["start_tokens"]]
+            true = model.run(tuple(zip(starts, best["sizes"], strict=True)), progress=float(progress[-1]))
+            ratios.append((true.samples / true.progress - 1) / best["token_overhead"])
+    assert np.mean([0.5 <= ratio <= 2 for ratio in ratios]) >= 0.9
 
 
 def test_design_keeps_what_is_at_least(tmp_path):
