@@ -243,7 +243,7 @@ def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
         (["--measured", "RUN"], "--train-tokens"),
         (["--measured", "RUN", "--train-tokens", "0"], "--train-tokens"),
         (["--measured", "RUN", "--train-tokens", "1.5"], "whole number"),
-        (["--measured", "RUN", "--train-tokens", "20M", "--max-batch", "4"], "up to 4 is legal; raise max_batch"),
+        (["--measured", "RUN", "--train-tokens", "20M", "--max-batch", "2"], "up to 2 is legal; raise max_batch"),
         (["--measured", "RUN", "--train-tokens", "2K"], "raise train_tokens"),
         (["--measured", "RUN", "--train-tokens", "20M", "max_target_length=256"], "max_target_length"),
         (["--measured", "PLAIN", "--train-tokens", "20M"], "measure_gradient_noise=true"),
