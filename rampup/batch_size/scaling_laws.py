@@ -37,6 +37,11 @@ class ScalingLaw(NamedTuple):
         """`optimal` or `critical`."""
         return "optimal" if self.overhead is None else "critical"
 
+    def rate_at(self, batch_tokens: float, d: int, n: int) -> float:
+        """Return the rate of the law for another batch than its own, by the square-root rule."""
+        assert self.learning_rate is not None
+        return self.learning_rate(d, n) * float((batch_tokens / self.batch_tokens(d, n)) ** 0.5)
+
 
 POWER_LINES = "Bergsma et al. 2025, arXiv 2505.13738"
 LAWS = (
@@ -107,7 +112,13 @@ EXCEEDS = (
     "the largest optimal batch is above the smallest critical one, because the laws come from different runs; where the two "
     "overlap, take the smaller"
 )
-NO_RATE = "the learning rates are peak rates of Adam for the batch of their own law"
+STEP_LAW = next(law for law in LAWS if law.name == "Step Law")
+BORROWED_RATE = f"that of Step Law, {STEP_LAW.rate_formula} at its batch, by the square root of the batch"
+RATES = (
+    "rates are peak rates of Adam: Step Law and DeepSeek LLM have their own for their batch; for other batches, that of Step "
+    "Law follows the square root of the batch (Malladi et al. 2022, arXiv 2205.10287)"
+)
+NO_RATES = "--params adds the peak learning rate of each batch"
 
 
 def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, tuned: str | None = None) -> dict[str, Any]:
@@ -133,6 +144,10 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     d, n, pair = _numbers(train_tokens, params, tuned)
     known = [law for law in LAWS if n is not None or not law.needs_params]
     rows = [_evaluate(law, d, n, pair) for law in known]
+    for row in rows:
+        # A law without a rate of its own has that of Step Law, for its batch.
+        if n is not None and "learning_rate" not in row:
+            row |= {"learning_rate": STEP_LAW.rate_at(_advised(row), d, n), "learning_rate_formula": BORROWED_RATE}
     optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
     critical = [row["batch_tokens_at_overhead"][ADVISED] for row in rows if row["kind"] == "critical"]
     notes = list(NOTES)
@@ -140,8 +155,7 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
         notes.insert(0, EXCEEDS)
     if left_out := [law.name for law in LAWS if law not in known]:
         notes.insert(0, f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}")
-    if any("learning_rate" in row for row in rows):
-        notes.append(NO_RATE)
+    notes.append(RATES if n is not None else NO_RATES)
     if pair is None:
         notes.append("--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned")
     ranges = {
@@ -179,14 +193,19 @@ def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] |
         sizes = {name: max(round(size * share / law.overhead), 1) for name, share in OVERHEADS.items()}
         row["batch_tokens_at_overhead"] = sizes
         row["steps_at_overhead"] = {name: round(d * (1 + share) / sizes[name]) for name, share in OVERHEADS.items()}
-        size = sizes[ADVISED]
     row |= {"formula": law.formula, "source": law.source}
     if law.learning_rate is not None and n is not None:
         row |= {"learning_rate": law.learning_rate(d, n), "learning_rate_formula": law.rate_formula}
     if tuned is not None:
         rate, batch = tuned
-        row["learning_rate_from_tuned"] = rate * (size / batch) ** 0.5
+        row["learning_rate_from_tuned"] = rate * (_advised(row) / batch) ** 0.5
     return row
+
+
+def _advised(row: dict[str, Any]) -> int:
+    """Return the batch of a row that is advised: the optimal one, or that of 20% more tokens."""
+    size: int = row.get("batch_tokens_at_overhead", {}).get(ADVISED, row["batch_tokens"])
+    return size
 
 
 def _numbers(

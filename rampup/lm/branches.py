@@ -131,8 +131,8 @@ class CriticalBatch:
         branches = [
             {"multiple": plain_number(branch.multiple)}
             | {name: getattr(branch, name) for name in names}
-            | {"token_overhead": branch.token_overhead}
-            for branch in self.branches
+            | {"token_overhead": branch.token_overhead, "learning_rate": rate}
+            for branch, rate in zip(self.branches, self.learning_rates, strict=True)
         ]
         names = ("decisive", "critical_batch_size", "bound", "batch_size_schedule", "tolerance", "gain")
         names += ("tokens", "deciding_tokens", "half_window_size")

@@ -64,11 +64,13 @@ def test_critical_json(run, work, capsys):
     assert digest(run) == before
     names = ["step", "branches", "decisive", "critical_batch_size", "bound", "batch_size_schedule"]
     assert list(found) == [*names, "tolerance", "gain", "tokens", "deciding_tokens", "half_window_size"]
-    keys = ["multiple", "global_batch_size", "loss", "standard_error", "stopped", "token_overhead"]
+    keys = ["multiple", "global_batch_size", "loss", "standard_error", "stopped", "token_overhead", "learning_rate"]
     assert [list(branch) for branch in found["branches"]] == [keys] * 3
     assert (found["step"], [branch["global_batch_size"] for branch in found["branches"]]) == (12, [16, 32, 64])
     assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
     assert found["branches"][0]["standard_error"] == 0
+    rates = [branch["learning_rate"] for branch in found["branches"]]
+    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 2**0.5, 2])
     assert all(branch["standard_error"] > 0 for branch in found["branches"][1:])
     sizes = {branch["global_batch_size"] for branch in found["branches"] if not branch["stopped"]}
     assert found["critical_batch_size"] in sizes
