@@ -169,16 +169,18 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
         f"power {growth:.2f})"
     )
     console.print("a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%")
+    is_short = max(candidate["hours"] for candidate in facts["candidates"]) < 1
+    unit, per_hour = ("minutes", 60) if is_short else ("hours", 1)
     rows = []
     for candidate in facts["candidates"]:
         name = candidate["name"] + (" *" if candidate["name"] == facts["fastest"] else "")
         cells = (
-            _with_interval(candidate, "hours", format_value),
+            _with_interval(candidate, "hours", lambda hours: format_value(hours * per_hour)),
             _with_interval(candidate, "loss_penalty", "{:.4f}".format),
-            _with_interval(candidate, "hours_to_same_loss", format_value),
+            _with_interval(candidate, "hours_to_same_loss", lambda hours: format_value(hours * per_hour)),
         )
         rows.append((name, f"{candidate['steps']:,}", *cells))
-    titles = ("schedule", "steps", "hours", "loss penalty", "hours to\nsame loss")
+    titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
     console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
     if any("frugal" in candidate["name"] for candidate in facts["candidates"]):

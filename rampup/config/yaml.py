@@ -181,15 +181,8 @@ class _Reader:
             seen[name] = line
             value = self._value(value_node, depth=depth + 1, prefix=f"{prefix}{name}.")
             nested = value_node.value if isinstance(value_node, yaml.MappingNode) else ()
-            yield (
-                name,
-                Located(
-                    value=value,
-                    path=self._path,
-                    line=line,
-                    lines={inner.value: inner.start_mark.line + 1 for inner, _ in nested},
-                ),
-            )
+            lines = {inner.value: inner.start_mark.line + 1 for inner, _ in nested}
+            yield name, Located(value=value, path=self._path, line=line, lines=lines)
 
     def _value(self, node: yaml.Node, *, depth: int, prefix: str = "") -> Any:
         line = node.start_mark.line + 1

@@ -385,3 +385,5 @@ if __name__ == "__main__":
         app.run(main)
     except RampupError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
