@@ -44,7 +44,8 @@ def hosts():
             ip(f"-n {name} link set veth0 up")
             known = Path("/etc/netns") / name / "hosts"
             known.parent.mkdir(parents=True, exist_ok=True)
-            known.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            names = "".join(f"{each} {name}\n" for name, each in HOSTS.items())
+            known.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n{names}")
             made.callback(known.parent.rmdir)
             made.callback(known.unlink)
         yield
@@ -92,35 +93,105 @@ def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_
         assert "Traceback" not in output
 
 
+@contextlib.contextmanager
+def running(folder, **settings):
+    """Run a process on each host within a context, from the 30th step on; then the link is up again."""
+    started = start(folder, **settings)
+    try:
+        wait_for_steps(folder, 30, started)
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+        ip("-n rampup-a link set veth0 up")
+
+
+def cut(seconds, folder, started):
+    """Take the link down for a while, and wait for more steps."""
+    ip("-n rampup-a link set veth0 down")
+    time.sleep(seconds)
+    ip("-n rampup-a link set veth0 up")
+    wait_for_steps(folder, num_steps(folder) + 20, started)
+
+
+def assert_ended(started, folder, seconds):
+    """Assert that both processes end a little after so many seconds without the other, each with one sentence."""
+    codes = [process.wait(seconds + 30) for process in started]
+    printed = outputs(folder)
+    assert codes == [1, 1], printed
+    end = "ends too. Start the job again to resume."
+    assert f"process 1 has been silent for {seconds} s; process 0 {end}" in printed[0]
+    assert f"process 0 has not answered for {seconds} s; process 1 {end}" in printed[1]
+    assert not any("stack trace" in output or "Traceback" in output for output in printed)
+
+
+def assert_resumes(folder, **settings):
+    """Assert that the run goes on from its newest checkpoint with the same losses, each step once."""
+    steps = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal()) + 5
+    before = {line["step"]: line["loss"] for line in metrics_of(folder / "run")}
+    assert [process.wait(200) for process in start(folder, steps=steps, **settings)] == [0, 0], outputs(folder)
+    lines = metrics_of(folder / "run")
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(line["loss"] == before.get(line["step"], line["loss"]) for line in lines), json.dumps(before)
+
+
 @pytest.mark.faults
 def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp_path):
     """Down or stopped for less than the heartbeat's timeout, nothing is lost; for longer, both say so, and the run resumes."""
-    one, _ = HOSTS
-    started = start(tmp_path)
-    try:
-        wait_for_steps(tmp_path, 30, started)
-        ip(f"-n {one} link set veth0 down")
-        time.sleep(4)
-        ip(f"-n {one} link set veth0 up")
-        wait_for_steps(tmp_path, num_steps(tmp_path) + 20, started)
+    with running(tmp_path) as started:
+        cut(4, tmp_path, started)
         os.kill(started[1].pid, signal.SIGSTOP)
         time.sleep(6)
         os.kill(started[1].pid, signal.SIGCONT)
         wait_for_steps(tmp_path, num_steps(tmp_path) + 20, started)
-        ip(f"-n {one} link set veth0 down")
-        codes = [process.wait(60) for process in started]
-        printed = outputs(tmp_path)
-        assert codes == [1, 1], printed
-        assert "process 1 has been silent for 10 s; process 0 ends too. Start the job again to resume." in printed[0]
-        assert "process 0 has not answered for 10 s; process 1 ends too. Start the job again to resume." in printed[1]
-        assert not any("stack trace" in output or "Traceback" in output for output in printed)
-    finally:
-        for process in started:
-            process.kill()
-    ip(f"-n {one} link set veth0 up")
-    steps = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()) + 5
-    before = {line["step"]: line["loss"] for line in metrics_of(tmp_path / "run")}
-    assert [process.wait(200) for process in start(tmp_path, steps=steps)] == [0, 0], outputs(tmp_path)
-    lines = metrics_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == list(range(steps))
-    assert all(line["loss"] == before.get(line["step"], line["loss"]) for line in lines), json.dumps(before)
+        ip("-n rampup-a link set veth0 down")
+        assert_ended(started, tmp_path, 10)
+    assert_resumes(tmp_path)
+
+
+@pytest.mark.faults
+def test_partitions_of_5_30_and_120_s_with_the_default_timeouts(hosts, tmp_path):
+    """Hosts that join by name go on after the first two; the third ends both after a minute, and the run resumes."""
+    keys = {"coordinator_address": "rampup-a:1234", "jax_distributed_heartbeat_timeout_seconds": 60}
+    with running(tmp_path, **keys) as started:
+        for seconds in (5, 30):
+            cut(seconds, tmp_path, started)
+        ip("-n rampup-a link set veth0 down")
+        assert_ended(started, tmp_path, 60)
+    assert_resumes(tmp_path, **keys)
+
+
+@pytest.mark.faults
+def test_a_link_that_is_cut_in_a_save(hosts, tmp_path):
+    """For a while, or for good: the checkpoint waits, or both processes end; the newest one is intact."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+
+    def wait_for_save(started):
+        while not any("tmp" in path.name for path in checkpoints.iterdir()):
+            assert all(process.poll() is None for process in started), outputs(tmp_path)
+            time.sleep(0.001)
+
+    with running(tmp_path) as started:
+        for _ in range(3):
+            wait_for_save(started)
+            cut(4, tmp_path, started)
+        wait_for_save(started)
+        ip("-n rampup-a link set veth0 down")
+        assert_ended(started, tmp_path, 10)
+    assert_resumes(tmp_path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_host_that_is_gone(hosts, tmp_path, gone):
+    """Without power, a host says nothing more. The other one ends with a sentence, and the run resumes."""
+    with running(tmp_path) as started:
+        ip("-n rampup-a link set veth0 down")
+        started[gone].kill()
+        assert started[1 - gone].wait(40) == 1, outputs(tmp_path)
+        silent = "has not answered" if gone == 0 else "has been silent"
+        printed = outputs(tmp_path)[1 - gone]
+        assert f"process {gone} {silent} for 10 s; process {1 - gone} ends too. Start the job again to resume." in printed
+        assert "stack trace" not in printed
+        assert "Traceback" not in printed
+    assert_resumes(tmp_path)
