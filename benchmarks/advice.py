@@ -373,7 +373,8 @@ class Runner:
             for each in design.get("candidates", ()):
                 name = {"early growth, fastest": "fastest", "early growth, frugal": "frugal"}.get(each["name"], each["name"])
                 keys = {"batch_size_schedule": each["batch_size_schedule"], **each["rate_rule"]}
-                if not name.startswith("constant") and keys not in found.values():
+                # Those by Adam's geometry are close to those of the plain one.
+                if not name.startswith("constant") and keys not in found.values() and source != "adam":
                     found[name if name == "seesaw" else f"{name} by {source}"] = keys | {"learning_rate": known["pilot_rate"]}
         return found
 
@@ -387,8 +388,7 @@ class Runner:
         """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
         runs = self.results.read()["runs"]
         best = {str(size): self.rate(size, best_offset(runs, f"constant {size}")) for size in self.study.sizes}
-        named = self.schedules().items()
-        for name, keys in self.mine((name, keys) for name, keys in named if name != "seesaw" and "adam" not in name):
+        for name, keys in self.mine((name, keys) for name, keys in self.schedules().items() if name != "seesaw"):
             for seed in range(self.study.seeds):
                 self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
 

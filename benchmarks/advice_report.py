@@ -52,12 +52,17 @@ class Report(NamedTuple):
 
     def difference(self, prefix: str, other: str) -> Interval:
         """Return the mean difference of the losses of two schedules over the seeds, with its interval."""
-        pairs = [a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)]
-        mean = float(np.mean(pairs))
-        if len(pairs) < 2 or prefix == other:
-            return mean, mean, mean
-        margin = student(len(pairs) - 1) * float(np.std(pairs, ddof=1)) / math.sqrt(len(pairs))
-        return mean, mean - margin, mean + margin
+        return interval([a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)])
+
+    def constant_loss(self, steps: int, seed: int) -> float:
+        """Return the loss of a constant batch with so many steps: linear in ln(steps) between the batches that were run."""
+        found = {self.study.samples / size: self.seeds(f"constant {size}")[seed] for size in self.study.sizes}
+        numbers = sorted(found)
+        return float(np.interp(math.log(steps), np.log(numbers), [found[number] for number in numbers]))
+
+    def above_constants(self, prefix: str) -> Interval:
+        """Return the loss of a schedule less that of a constant batch with as many steps, with its interval."""
+        return interval([run["loss"] - self.constant_loss(run["steps"], run["seed"]) for run in self.runs_of(prefix)])
 
     def samples_at(self, loss: float) -> float:
         """Return the samples after which the best constant batch has this loss, each run with its own anneal.
@@ -147,18 +152,27 @@ class Report(NamedTuple):
                 yield (name if name == "seesaw" else f"{name} by {source}"), source, each
 
 
+def interval(values: Sequence[float]) -> Interval:
+    """Return the mean of values, one for each seed, and its interval by Student's t."""
+    mean = float(np.mean(values))
+    if len(values) < 2 or not any(values):
+        return mean, mean, mean
+    margin = student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return mean, mean - margin, mean + margin
+
+
 def cell(found: Interval | None, form: str = "{:.0%}") -> str:
-    """Return an interval as text."""
+    """Return an interval as text; without one if its ends are its middle."""
     if found is None:
         return "not known"
-    value, low, high = (form.format(each) for each in found)
-    return value if low == high else f"{value} ({low} to {high})"
+    value, low, high = (form.format(each).replace("-0%", "0%") for each in found)
+    return value if low == high == value else f"{value} ({low} to {high})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines) + "\n"
 
 
 def overhead_table(report: Report) -> str:
@@ -173,54 +187,72 @@ def overhead_table(report: Report) -> str:
 
 
 def rate_table(report: Report) -> str:
-    """Return the rates that were tried for every batch, and the best one beside the square-root rule."""
-    rows, best = [], {}
+    """Return the best rate of every batch beside the square-root rule, and then the loss of every rate that was tried."""
+    rows, tried, best = [], [], {}
     reference = report.rate(report.study.pilot)
     for size in report.study.sizes:
-        found = {offset: runs[0]["loss"] for offset, runs in sorted(rows_of(report.runs, f"constant {size}").items())}
         best[size] = report.rate(size)
         rule = reference * math.sqrt(size / report.study.pilot)
-        tried = ", ".join(f"{report.rate_of(size, offset):.1e}: {loss:.3f}" for offset, loss in found.items())
-        rows.append([f"{size * report.study.length:,}", f"{best[size]:.1e}", f"{rule:.1e}", f"{best[size] / rule:.2f}", tried])
-    slope = np.polyfit([math.log(size) for size in best], [math.log(rate) for rate in best.values()], 1)[0]
-    header = ["Batch, tokens", "Best rate", "Square-root rule", "Ratio", "Held-out loss by rate, seed 0"]
-    return table(header, rows) + f"\nThe best rate grows with the power {slope:.2f} of the batch.\n"
+        rows.append([f"{size * report.study.length:,}", f"{best[size]:.1e}", f"{rule:.1e}", f"{best[size] / rule:.2f}"])
+        for offset, runs in sorted(rows_of(report.runs, f"constant {size}").items()):
+            tried.append([rows[-1][0], f"{report.rate_of(size, offset):.1e}", f"{runs[0]['loss']:.3f}"])
+    slope = np.polyfit(np.log([*best]), np.log([*best.values()]), 1)[0]
+    text = f"The best rate grows with the power {slope:.2f} of the batch."
+    losses = table(["Batch, tokens", "Rate", "Held-out loss, seed 0"], tried)
+    return f"{table(['Batch, tokens', 'Best rate', 'Square-root rule', 'Ratio'], rows)}\n{text}\n\n{losses}"
 
 
 def schedule_table(report: Report) -> str:
-    """Return the schedules: predicted and measured loss and steps, and the time on the assumed machine."""
+    """Return the schedules: predicted and measured loss, and the loss of a constant batch with as many steps."""
     study, small, rows = report.study, f"constant {report.study.pilot}", []
 
-    def add(name: str, prefix: str, source: str, steps: int, schedule: Sequence[Sequence[int]]) -> None:
-        tuned = f"{prefix} tuned"
+    def add(name: str, prefix: str, source: str, schedule: Sequence[Sequence[int]]) -> None:
+        runs, tuned = report.runs_of(prefix), f"{prefix} tuned"
         rows.append(
             [
                 name,
                 " ".join(f"{start}:{size}" for start, size in schedule),
-                f"{steps:,}",
-                f"{report.runs_of(prefix)[0]['steps']:,}",
-                f"{sum(step_time(study, size) * part / size for size, part in parts(schedule, study.samples)):,.0f}",
+                f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
                 cell(report.difference(prefix, small), "{:+.3f}"),
                 cell(report.difference(tuned, small), "{:+.3f}") if report.runs_of(tuned) else "",
-                cell(report.overhead(tuned if report.runs_of(tuned) else prefix)),
+                "" if name.startswith("constant") else cell(report.above_constants(prefix), "{:+.3f}"),
             ]
         )
 
-    for size in sorted({study.pilot, report.best, large_batch(report.results), study.sizes[-1]}):
-        add(f"constant {size}", f"constant {size}", MAIN, study.samples // size, ((0, size),))
+    for size in sorted({study.pilot, report.best, large_batch(report.results)}):
+        add(f"constant {size}", f"constant {size}", MAIN, ((0, size),))
     seen = set[str]()
     for name, source, each in report.designed():
         if name not in seen and report.runs_of(f"ramp {name}"):
             seen.add(name)
-            starts = [start // study.length for start in each["start_tokens"]]
-            add(name, f"ramp {name}", source, each["steps"], [*zip(starts, each["sizes"], strict=True)])
-    if runs := report.runs_of("ramp auto"):
-        print("auto:", [(run["batch_size_schedule"], run["steps"], run["loss"]) for run in runs])
-    header = ["Schedule", "Samples: batch", "Steps, predicted", "Steps", "Time", "Loss, predicted", "Loss, square-root rule"]
-    header += ["Loss, best rates", "Token overhead"]
+            add(name, f"ramp {name}", MAIN if name == "seesaw" else source, schedule_of(report, each))
+    header = ["Schedule", "Samples: batch", "Steps", "Loss, predicted", "Loss, measured", "with the best rates"]
     base = mean_loss(report.runs, small)
-    return f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n" + table(header, rows)
+    text = f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n"
+    return text + table([*header, "measured, above a constant batch with as many steps"], rows) + auto_rows(report)
+
+
+def schedule_of(report: Report, candidate: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the schedule of a candidate of a design, in samples."""
+    starts = [start // report.study.length for start in candidate["start_tokens"]]
+    return [*zip(starts, candidate["sizes"], strict=True)]
+
+
+def auto_rows(report: Report) -> str:
+    """Return the runs of `auto`, each with its own batches."""
+    rows = [
+        [
+            f"auto, seed {run['seed']}",
+            run["batch_size_schedule"],
+            f"{run['steps']:,}",
+            f"{run['loss'] - report.seeds(f'constant {report.study.pilot}')[run['seed']]:+.3f}",
+            f"{run['loss'] - report.constant_loss(run['steps'], run['seed']):+.3f}",
+        ]
+        for run in report.runs_of("ramp auto")
+    ]
+    header = ["Schedule", "Samples: batch", "Steps", "Loss, measured", "measured, above a constant batch with as many steps"]
+    return "\n" + table(header, rows) if rows else ""
 
 
 def wsd_table(report: Report) -> str:
@@ -238,12 +270,6 @@ def wsd_table(report: Report) -> str:
         other = report.seeds(cosine)
         rows.append([name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}", f"{np.mean(other):.4f}", f"{len(losses)}"])
     return table(["Schedule", "Loss under WSD", "Loss under cosine", "Seeds"], rows)
-
-
-def parts(schedule: Sequence[Sequence[int]], samples: int) -> list[tuple[int, int]]:
-    """Return every batch of a schedule with its samples."""
-    ends = [*(start for start, _ in schedule[1:]), samples]
-    return [(size, end - start) for (start, size), end in zip(schedule, ends, strict=True)]
 
 
 def law_table(report: Report) -> str:
@@ -311,16 +337,25 @@ def draw(report: Report, path: Path) -> None:
         zorder=0,
         label="constant batches",
     )
+    base = mean_loss(report.runs, f"constant {study.pilot}")
     for label, (prefix, color, marker) in lines.items():
         runs = report.runs_of(prefix)
         curve = np.mean([run["curve"] for run in runs], axis=0)
         over_tokens.plot(curve[:, 0] / 1e3, curve[:, 1], color=color, linewidth=1.3)
-        losses = [run["loss"] for run in runs]
-        over_steps.errorbar(
-            runs[0]["steps"], np.mean(losses), yerr=np.std(losses, ddof=1), color=color, marker=marker, label=label, capsize=2
-        )
+        schedule = [tuple(map(int, each.split(":"))) for each in runs[0]["batch_size_schedule"].split()]
+        if prefix == "ramp seesaw":
+            schedule = next(schedule_of(report, each) for name, _, each in report.designed() if name == "seesaw")
+        measured, predicted = report.difference(prefix, f"constant {study.pilot}"), report.penalty(MAIN, schedule)
+        places = {
+            1.0: (measured, {"marker": marker, "label": label}),
+            1.12: (predicted, {"marker": marker, "fillstyle": "none"}),
+        }
+        for shift, (found, style) in places.items():
+            if found is not None:
+                errors = [[found[0] - found[1]], [found[2] - found[0]]]
+                over_steps.errorbar(runs[0]["steps"] * shift, base + found[0], yerr=errors, color=color, capsize=2, **style)
     over_tokens.set(xlabel="thousand tokens", ylabel="training loss (nats per byte)", ylim=(None, 2.8))
-    over_steps.set(xlabel="optimizer steps", ylabel="held-out loss at the end", xscale="log")
+    over_steps.set(xlabel="optimizer steps (hollow: predicted)", ylabel="held-out loss at the end", xscale="log")
     over_steps.set_ylim(top=mean_loss(report.runs, f"constant {large}") + 0.1)
     xs = [size * length for size in study.sizes]
     for shift, source in enumerate(("measured", *SOURCES, "laws")):

@@ -22,7 +22,7 @@ def test_the_page_has_the_numbers_of_the_results():
     assert advice.RESULTS.stat().st_size < 1e6
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_report(results, None)
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and "---" not in line]
     assert len(rows) > 20
     for row in rows:
         assert row in printed.getvalue(), row
