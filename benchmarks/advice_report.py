@@ -20,7 +20,7 @@ from rampup.batch_size.noise_scale import student
 from rampup.batch_size.scaling_laws import LAWS
 
 MAIN = "plain"  # the source of the noise scale whose schedules the figure shows, and the constant batches are predicted by
-SOURCES = {"plain": "noise scale", "adam": "noise scale, Adam", "critical": "rampup critical"}
+SOURCES = {"plain": "Noise scale", "adam": "Noise scale, Adam", "critical": "Critical"}
 COLORS = {"measured": "#000000", "plain": "#0072b2", "adam": "#56b4e9", "critical": "#d55e00", "laws": "#999999"}
 Interval = tuple[float, float, float]  # the estimate, and the ends of its interval
 
@@ -55,10 +55,9 @@ class Report(NamedTuple):
         return interval([a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)])
 
     def constant_loss(self, steps: int, seed: int) -> float:
-        """Return the loss of a constant batch with so many steps: linear in ln(steps) between the batches that were run."""
-        found = {self.study.samples / size: self.seeds(f"constant {size}")[seed] for size in self.study.sizes}
-        numbers = sorted(found)
-        return float(np.interp(math.log(steps), np.log(numbers), [found[number] for number in numbers]))
+        """Return the loss of a constant batch with so many steps, between those of the batches that were run."""
+        found = {math.log(self.study.samples / size): self.seeds(f"constant {size}")[seed] for size in self.study.sizes}
+        return smooth([*found], [*found.values()], math.log(steps))
 
     def above_constants(self, prefix: str) -> Interval:
         """Return the loss of a schedule less that of a constant batch with as many steps, with its interval."""
@@ -67,16 +66,12 @@ class Report(NamedTuple):
     def samples_at(self, loss: float) -> float:
         """Return the samples after which the best constant batch has this loss, each run with its own anneal.
 
-        The loss is linear in ln(samples) between the lengths that were run, and beyond them as between the two nearest.
+        The logarithm of the samples is a smooth function of the loss, through the lengths that were run.
         """
         best, samples = self.best, self.study.samples
-        lengths = {1.0: mean_loss(self.runs, f"constant {best}")}
-        for share in self.study.shares:
-            lengths[1 / share] = mean_loss(self.runs, f"length 1/{share} of {best}")
-        points = sorted(lengths.items(), reverse=True)  # the loss rises
-        place = next((n for n in range(1, len(points)) if loss <= points[n][1]), len(points) - 1)
-        (x0, y0), (x1, y1) = points[place - 1], points[place]
-        return samples * x0 * (x1 / x0) ** ((loss - y0) / (y1 - y0))
+        lengths = {1: mean_loss(self.runs, f"constant {best}")}
+        lengths |= {share: mean_loss(self.runs, f"length 1/{share} of {best}") for share in self.study.shares}
+        return math.exp(smooth([*lengths.values()], [math.log(samples / share) for share in lengths], loss))
 
     def overhead(self, prefix: str) -> Interval:
         """Return the measured token overhead of a schedule, with its interval."""
@@ -152,6 +147,12 @@ class Report(NamedTuple):
                 yield (name if name == "seesaw" else f"{name} by {source}"), source, each
 
 
+def smooth(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Return y at x by the polynomial through the four nearest points, or through fewer if there are fewer."""
+    nearest = sorted(zip(xs, ys, strict=True), key=lambda point: abs(point[0] - x))[:4]
+    return float(np.polyval(np.polyfit(*np.array(nearest).T, len(nearest) - 1), x))
+
+
 def interval(values: Sequence[float]) -> Interval:
     """Return the mean of values, one for each seed, and its interval by Student's t."""
     mean = float(np.mean(values))
@@ -181,9 +182,11 @@ def overhead_table(report: Report) -> str:
     for size in report.study.sizes:
         name = f"constant {size}"
         predicted = [cell(report.predicted_overhead(source, size)) for source in (*SOURCES, "laws")]
-        loss = f"{mean_loss(report.runs, name):.3f}"
-        rows.append([f"{size * length:,}", str(report.study.samples // size), loss, cell(report.overhead(name)), *predicted])
-    return table(["Batch, tokens", "Steps", "Held-out loss", "Token overhead, measured", *SOURCES.values(), "laws"], rows)
+        loss, rate = f"{mean_loss(report.runs, name):.3f}", f"{report.rate(size):.1e}"
+        rows.append(
+            [f"{size * length:,}", f"{report.study.samples // size:,}", rate, loss, cell(report.overhead(name)), *predicted]
+        )
+    return table(["Tokens", "Steps", "Best rate", "Loss", "Measured cost", *SOURCES.values(), "Laws"], rows)
 
 
 def rate_table(report: Report) -> str:
@@ -210,7 +213,7 @@ def schedule_table(report: Report) -> str:
         runs, tuned = report.runs_of(prefix), f"{prefix} tuned"
         rows.append(
             [
-                name,
+                name.replace("by plain", "by noise scale"),
                 " ".join(f"{start}:{size}" for start, size in schedule),
                 f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
@@ -220,17 +223,17 @@ def schedule_table(report: Report) -> str:
             ]
         )
 
-    for size in sorted({study.pilot, report.best, large_batch(report.results)}):
-        add(f"constant {size}", f"constant {size}", MAIN, ((0, size),))
+    large = large_batch(report.results)
+    add(f"constant {large}", f"constant {large}", MAIN, ((0, large),))
     seen = set[str]()
     for name, source, each in report.designed():
         if name not in seen and report.runs_of(f"ramp {name}"):
             seen.add(name)
             add(name, f"ramp {name}", MAIN if name == "seesaw" else source, schedule_of(report, each))
-    header = ["Schedule", "Samples: batch", "Steps", "Loss, predicted", "Loss, measured", "with the best rates"]
+    header = ["Schedule", "Samples: batch", "Steps", "Predicted", "Measured", "Best rates"]
     base = mean_loss(report.runs, small)
     text = f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n"
-    return text + table([*header, "measured, above a constant batch with as many steps"], rows) + auto_rows(report)
+    return text + table([*header, "Above constant"], rows) + auto_rows(report)
 
 
 def schedule_of(report: Report, candidate: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -251,7 +254,7 @@ def auto_rows(report: Report) -> str:
         ]
         for run in report.runs_of("ramp auto")
     ]
-    header = ["Schedule", "Samples: batch", "Steps", "Loss, measured", "measured, above a constant batch with as many steps"]
+    header = ["Schedule", "Samples: batch", "Steps", "Measured", "Above constant"]
     return "\n" + table(header, rows) if rows else ""
 
 
@@ -359,7 +362,7 @@ def draw(report: Report, path: Path) -> None:
     over_steps.set_ylim(top=mean_loss(report.runs, f"constant {large}") + 0.1)
     xs = [size * length for size in study.sizes]
     for shift, source in enumerate(("measured", *SOURCES, "laws")):
-        name = {"measured": "measured", **SOURCES, "laws": "scaling laws"}[source]
+        name = {"measured": "Measured", **SOURCES, "laws": "Laws"}[source]
         found = [
             report.overhead(f"constant {size}") if source == "measured" else report.predicted_overhead(source, size)
             for size in study.sizes
