@@ -26,6 +26,7 @@ from rampup.dialects.reading import (
     Settings,
     Source,
     entry,
+    option,
     program_of,
     read_source,
     resolve_reference,
@@ -151,6 +152,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     words = () if command is None or "hostfile" in located else command.words
     if any(word.rpartition("/")[2] == "deepspeed" for word in words):
         located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
+        included = option(command, "--include", "-i") or ""
+        if command is not None and re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
+            located.setdefault("world_size", command.locate(len(re.findall(r"[:,]\d", included))))
     if command is not None and command.tasks and not _DEVICES_GIVEN & {*located, *overridden}:
         # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
         is_launched = any(map(_LAUNCHER.search, command.words))

@@ -542,6 +542,8 @@ def _other_versions(job: VerlJob) -> Iterator[str]:
 
 def _notes(job: VerlJob) -> Iterator[str]:
     yield from _other_versions(job)
+    if (only := job.settings.others.get("trainer.val_only")) is not None and only.value is True:
+        yield "trainer.val_only: the run validates and ends, and trains on nothing."
     if job.old_workers:
         rest = job.step_share() % max(job.mini_shares["actor"], 1)
         if rest and job.step_share() > job.mini_shares["actor"]:
