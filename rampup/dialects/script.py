@@ -39,7 +39,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from rampup.config.yaml import Located, read_text
 from rampup.dialects.launchers import Machine, count_tasks, read_header, read_options
 from rampup.dialects.shell_expressions import VARIABLE, Test, apply_sign, compile_expression, to_number
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
-from rampup.dialects.shell_tools import Option, next_option, print_output, split_fields
+from rampup.dialects.shell_tools import READERS, Option, next_option, print_output, split_fields
 from rampup.dialects.unknown import (
     ARGUMENT,
     BREAK,
@@ -86,6 +86,8 @@ _STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?
 _PATHS = re.compile(r"\s*(?:dirname|basename|realpath|readlink|pwd|cd)\b")
 # `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
+# What every machine sets.
+_ALWAYS = ("HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "UID", "EUID", "USER", "HOME", "LOGNAME")
 _SHOWN = 60
 _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 
@@ -267,8 +269,8 @@ class _Reader:
         self.given = given
         self.nested = nested
         self.relevant = relevant
-        self.env: dict[str, Any] = {"PWD": ".", "@": [str(path.absolute())]}
-        self.exported = {"PWD"}  # the variables and functions that another shell sees
+        self.env: dict[str, Any] = {"PWD": ".", "@": [str(path.absolute())]} | {name: mark(name) for name in _ALWAYS}
+        self.exported = {"PWD", *_ALWAYS}  # the variables and functions that another shell sees
         self.exports_all = False
         self.asks = True  # whether a positional parameter that is not there may have been given
         self.places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
@@ -696,13 +698,13 @@ class _Reader:
             self.assign("OPTARG", "", option.argument)
         return found is not None
 
-    def input(self, documents: Sequence[Document]) -> str | None:
-        """Return what the last here-document or here-string gives a command to read."""
+    def input(self, documents: Sequence[Document], *, empty: bool = True) -> str | None:
+        """Return what the last here-document or here-string gives a command to read; `empty` as in `text`."""
         if not documents:
             return None
         last = documents[-1]
         if not last.end:
-            return self.text(last.text, empty=True) + "\n"
+            return self.text(last.text, empty=empty) + "\n"
         return last.text if last.quoted else self.text(last.text.replace('\\"', '\\\\"'), quoted=True)
 
     def read(self, name: str, rest: list[str], documents: Sequence[Document], values: Mapping[str, str]) -> bool | None:
@@ -1056,7 +1058,9 @@ class _Reader:
             words = [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
             if not words or words[0] in self.functions:
                 return None
-            given = self.input(node.parts)
+            given = self.input(node.parts, empty=False)
+            if given is None and node is nodes[0] and words[0] in READERS:
+                return None  # it reads a file, or what the script was given
             text = text if given is None else given
             printed: str | None
             if words[0] in ("expr", "bc"):
@@ -1115,6 +1119,10 @@ class _Reader:
             whole = self.env.get(name) if name not in self.given else ""
             if key and (isinstance(whole, _Open) or (isinstance(whole, str) and has_unknown(whole))):
                 return mark(name)
+            if key and (items := [item for item in self.env if item.startswith(f"{name}[")]):
+                return str(len(items))
+            if is_missing and not key and value[0] == UNSET:  # a number of something that the environment may set
+                return mark(unknown_names(value)[0])
             return "0" if is_missing else mark(name) if isinstance(value, str) and has_unknown(value) else str(len(value))
         if found := re.match(r":?[-=+?]", rest):
             is_set = not is_missing and (found[0][0] != ":" or bool(value))
@@ -1149,8 +1157,7 @@ class _Reader:
                 return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
             return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
         if sign[0] == "/":
-            is_plain = pattern and not set(pattern) & set("*?[")
-            return value.replace(pattern, self.text(new), -1 if sign == "//" else 1) if is_plain else value
+            return _replace(value, pattern, self.text(new), everywhere=sign == "//")
         if rest[0] == ":":
             first, _, length = rest[1:].partition(":")
             start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
@@ -1196,6 +1203,20 @@ class _Reader:
             new = apply_sign((before or after)[:-1], lambda: old, right)
         self.assign(name, key, str(new))
         return old if after in ("++", "--") else new
+
+
+def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
+    """Return a text after `${NAME/PATTERN/NEW}`; unknown where the pattern has several stars, whose match is not unique."""
+    start, end = "", ""
+    if not everywhere and pattern[:1] in ("#", "%"):
+        start, end, pattern = "\\A" * (pattern[0] == "#"), "\\Z" * (pattern[0] == "%"), pattern[1:]
+    if not pattern:
+        return value
+    if pattern.count("*") > 1:
+        return mark("${...}")
+    found = re.fullmatch(r"\(\?s:(.*)\)\\[Zz]", translate(pattern.replace("[^", "[!")), re.DOTALL)
+    assert found is not None
+    return re.sub(f"{start}(?s:{found[1]}){end}", lambda _: new, value, count=0 if everywhere else 1)
 
 
 def _find_script(words: Sequence[str]) -> int | None:

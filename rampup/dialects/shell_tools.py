@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 MAX_NUMBERS = 1000
+READERS = ("wc", "tr", "xargs", "cut", "awk")  # programs that print what they make of their input
 
 
 class Option(NamedTuple):

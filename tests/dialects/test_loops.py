@@ -78,6 +78,8 @@ SCRIPTS = {
     "exported in a loop": ('while [ $# -gt 0 ]; do export "$1"; shift; done; bash -c \'run $A $B\'', "A=1 B=2"),
     "variables by name": ('n=0; for v in A B; do eval "$v=$((++n))"; done; run $A $B; for v in A B; do run ${!v}; done', ""),
     "set in a loop": ('for s in "1 2" "3 4"; do set -- $s; run $1 $2 $#; done', "x"),
+    "patterns": ("D=0,1,2,3; C=${D//[^,]/}; run $((${#C} + 1)) ${D/[0-9]/x} ${D//?,/} ${D/#0/a} ${D/%3/b} ${D/,*/} ${D/#3/c}", ""),
+    "mappings": ("declare -A M; M[a]=1; M[b]=2; run ${#M[@]} ${M[b]}; declare -A E=([x]=4); E[y]=5; run ${#E[@]}", ""),
     "defaults after options": ('while getopts n: o; do case $o in n) n=$OPTARG;; esac; done; N=${n:-8}; : ${B:=$((N * 2))}; run $N $B', "-n 2"),
 }  # fmt: skip
 
@@ -124,6 +126,10 @@ OPEN = [
     ("for N in 1 2 4; do if [ -f x ]; then M=1; break; fi; source ./exits.sh; done", WHETHER.format("[ -f x ]")),
     ("set -- 1 2; if [ -f x ]; then shift; fi; N=$1", WHETHER.format("[ -f x ]")),
     ("A=($(hosts) b); N=${#A[@]}", "the script does not say what $A is"),
+    ("C=${CUDA_VISIBLE_DEVICES//[^,]/}; N=$((${#C} + 1))", "the script does not say what $CUDA_VISIBLE_DEVICES is"),
+    ("N=$(wc -l < hosts)", "the script does not say what $N is"),
+    ("N=$(awk -F, '{print NF}' <<< $CUDA_VISIBLE_DEVICES)", "the script does not say what $N is"),
+    ("case $HOSTNAME in a*) N=4;; *) N=8;; esac", "the script does not say what $HOSTNAME is"),
     ("A=($(hosts) b); N=${A[1]}", "the script does not say what $A is"),
     ("A=(*.json); N=${#A[@]}", "the script does not say what $A is"),
     ("IFS=, read -ra A <<< \"$CUDA_VISIBLE_DEVICES\"; N=${#A[@]}", "the script does not say what $A is"),
