@@ -83,6 +83,10 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
             f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose "
             f"loss is within {found.tolerance:.4g} of every smaller one"
         )
+        for branch, rate in zip(found.branches, found.learning_rates, strict=True):
+            if branch.global_batch_size == found.critical_batch_size:
+                tokens = f"{_overhead(branch)} more tokens than the best smaller batch, " * (branch.token_overhead is not None)
+                console.print(f"it needs {tokens}a learning rate of {format_value(rate)} at this checkpoint")
         if found.bound == "at_least":
             largest = found.branches[-1].multiple
             print_notes(

@@ -187,18 +187,24 @@ def result(folder, **changes):
     """Return a measurement of two branches of 8 and 16 samples."""
     multiples = {Fraction(n): 8 * n for n in (1, 2)}
     own = {"loss": 1.0, "standard_error": 0.0, "stopped": False, "difference": None}
-    branches = tuple(BranchResult(multiple=n, global_batch_size=size, **own) for n, size in multiples.items())
+    costs = {8: None, 16: (0.2, 0.1, 0.3)}
+    branches = tuple(
+        BranchResult(multiple=n, global_batch_size=size, token_overhead=costs[size], **own) for n, size in multiples.items()
+    )
     some = {"step": 9, "branches": branches, "critical_batch_size": 16, "batch_size_schedule": "0:8", "tolerance": 0.01}
     some |= {"decisive": True, "bound": "exact", "gain": 0.1, "deciding_tokens": None, "half_window_size": None}
     some |= {"learning_rates": (0.1, 0.2), "tokens": 1000, "noise_scale_samples": None, "num_compilations": 1, "folder": folder}
     return CriticalBatch(**some | changes)
 
 
+COSTS = "it needs 20% (10% to 30%) more tokens than the best smaller batch, a learning rate of 0.2 at this checkpoint"
+
+
 @pytest.mark.parametrize(
     ("bound", "size", "smaller", "words"),
     [
-        ("exact", 8, (), ["step 9: 8 samples"]),
-        ("at_least", 16, (), ["step 9: at least 16 samples", "no larger batch was tried: --multiples 1,2,4,8"]),
+        ("exact", 8, (), ["step 9: 8 samples", "it needs a learning rate of 0.1 at this checkpoint"]),
+        ("at_least", 16, (), ["step 9: at least 16 samples", COSTS, "no larger batch was tried: --multiples 1,2,4,8"]),
         ("at_most", 8, ("1/4", "1/2"), ["step 9: at most 8 samples", "no smaller batch was tried: --multiples 1/4,1/2,1,2"]),
         ("at_most", 8, (), ["at most 8 samples", "no smaller batch was tried: half of it is not legal on these devices"]),
         ("at_most", 1, (), ["at most 1 samples", "no smaller batch was tried: there is none below 1"]),
