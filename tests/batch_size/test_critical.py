@@ -217,6 +217,8 @@ def test_a_short_window_of_a_long_run_decides_nothing():
         found = judge(window, curves, checkpoint, None, consumed)
         assert found.decisive
         assert found.critical == 1
+        assert found.gain == pytest.approx(chinchilla(consumed) - chinchilla(consumed + window.samples), rel=0.15)
+        assert found.tolerance == pytest.approx(found.gain / 6, rel=0.07)  # the smoothed losses are half an evaluation behind
         for branch, share in zip(found.branches[1:], wasted[1:], strict=True):
             _, low, high = branch.token_overhead
             truth = share / (1 - share) if share < 1 else math.inf

@@ -1,5 +1,7 @@
 """Tests of rampup.batch_size.scaling_laws."""
 
+import math
+
 import pytest
 
 from rampup.batch_size.scaling_laws import suggest_batch
@@ -22,6 +24,8 @@ def test_laws_give_the_values_of_their_formulas():
     whole, found = suggest_batch("100B", "2B"), suggest_batch("100B")
     sizes = {law["name"]: law["batch_tokens"] for law in whole["laws"]}
     assert sizes == {name: pytest.approx(value, abs=1) for name, value in expected.items()}
+    steps = {law["name"]: law["steps"] for law in whole["laws"] if law["kind"] == "optimal"}
+    assert steps == {name: math.ceil(tokens / sizes[name]) for name in steps}
     assert whole["critical_batch_tokens"] == [
         pytest.approx(0.2 * expected["Kaplan et al."], abs=1),
         pytest.approx(expected["Zhang et al."], abs=1),
