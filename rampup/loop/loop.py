@@ -229,8 +229,9 @@ class Loop:
 
     @property
     def _schedule_steps(self) -> int | None:
-        """The length of the learning-rate schedule; None if there is none, or if Seesaw has made it out of another one."""
-        return None if getattr(self.plan, "seesaw", None) else getattr(self.plan, "schedule_steps", None)
+        """The length of the learning-rate schedule; None if there is none, or if it follows from others as the ramp does."""
+        follows = getattr(self.plan, "seesaw", None) or getattr(self.plan, "budget_samples", None)
+        return None if follows else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start` to the plan's end or to SIGTERM.

@@ -157,7 +157,8 @@ class TrainProgress:
                 self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
             case events.RunStarted() if event.step >= event.plan.total_steps:
                 self._plan = event.plan
-                longer = "num_batches" if isinstance(event.plan, RolloutSchedule) else "steps"
+                longer = "train_samples" if getattr(event.plan, "budget_samples", None) else "steps"
+                longer = "num_batches" if isinstance(event.plan, RolloutSchedule) else longer
                 self._console.print(f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer")
             case events.RunStarted():
                 self._unit = "samples" if event.tokens_per_sample == 1 else "tokens"

@@ -15,7 +15,7 @@ from rampup.lm.branches import _Branches, _find_run
 from rampup.lm.train import train
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.components import GRADIENT_NOISE
-from rampup.loop.events import StepDone, ignore_event
+from rampup.loop.events import LearningRateChanged, StepDone, ignore_event
 from rampup.loop.loop import RAMP_ROWS
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -92,6 +92,11 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     assert_same_run(tmp_path / "run", folder / "run", summary.steps, files=("metrics.jsonl",))
     again, _ = run(tmp_path)
     assert (again.resumed_from, again.steps) == (summary.steps, summary.steps)
+    # A larger budget continues, with a schedule that no number of steps describes.
+    changes = []
+    longer, _ = run(tmp_path, on_event=changes.append, train_tokens=700 * 16)
+    assert 700 <= longer.consumed_samples < 700 + 32
+    assert [event.schedule_steps for event in changes if isinstance(event, LearningRateChanged)] == [None]
 
 
 @pytest.mark.slow

@@ -103,6 +103,9 @@ def test_progress_names_phases_only_with_a_ramp():
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
         "step 0, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
     ]
+    follows = build_plan(Config(batch_size_schedule="auto", train_samples=160), 1)
+    done = shown(events.RunStarted(step=follows.total_steps, folder=Path("runs/x"), plan=follows))
+    assert done.endswith("a larger train_samples trains longer\n")
 
 
 def test_progress_time_left_counts_samples(monkeypatch):
