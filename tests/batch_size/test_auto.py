@@ -147,7 +147,7 @@ def test_the_plan_says_what_auto_may_do():
 
 def test_a_budget_bounds_what_auto_may_cost():
     """After random decisions, the run ends with the batch that reaches its budget, within the bounds of every plan."""
-    keys = {"batch_size_schedule": "auto", "per_device_batch_size": 16, "batch_scaling": "sqrt", "lr_schedule_type": "cosine"}
+    keys = {"batch_size_schedule": "auto", "per_device_batch_size_start": 4, "per_device_batch_size": 16}
     plan = build_plan(Config(**keys, train_samples=4_001), 4)
     assert plan.auto == {"sizes": (16, 32, 64), "min_steps": 63, "max_steps": 251, "min_samples": 4_001, "max_samples": 4_064}
     assert "data parallel 4, 4,001 samples\n" in str(plan)
