@@ -120,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_unraisable(problem: Any) -> None:
-    """Report an error that nothing can catch. Other writes of a checkpoint end after the event loop of one that has failed."""
-    if str(problem.exc_value) != "Event loop is closed":
+    """Report an error that nothing can catch, but not those of writes that end after one that has failed."""
+    if not re.match("Event loop is closed|Existing exports of data", str(problem.exc_value)):
         sys.__unraisablehook__(problem)
 
 
