@@ -28,7 +28,8 @@ class Proxy(ThreadingHTTPServer):
     """Passes requests on, or fails those that `fails(method, path)` selects.
 
     Attributes:
-        status: what a selected request gets: an HTTP status, or 0 for a connection that is cut without an answer.
+        status: what a selected request gets: an HTTP status, "cut" for a connection that is closed without an answer, or
+            "stall" for one that is closed at the end of the context.
         num_failed, num_passed: requests so far.
     """
 
@@ -39,6 +40,7 @@ class Proxy(ThreadingHTTPServer):
         self.target = port
         self.fails = lambda method, path: False
         self.status = 503
+        self.healed = threading.Event()
         self.num_failed = 0
         self.num_passed = 0
 
@@ -49,11 +51,13 @@ class Proxy(ThreadingHTTPServer):
     def failing(self, status=503, fails=lambda method, path: True):
         """Fail the selected requests within a context."""
         self.status = status
+        self.healed.clear()
         self.fails = fails
         try:
             yield
         finally:
             self.fails = lambda method, path: False
+            self.healed.set()
 
 
 class _Forward(BaseHTTPRequestHandler):
@@ -66,7 +70,9 @@ class _Forward(BaseHTTPRequestHandler):
         body = self._body()
         if self.server.fails(self.command, self.path):
             self.server.num_failed += 1
-            if not self.server.status:
+            if self.server.status in ("cut", "stall"):
+                if self.server.status == "stall":
+                    self.server.healed.wait()
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
