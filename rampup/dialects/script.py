@@ -86,8 +86,8 @@ _STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?
 _PATHS = re.compile(r"\s*(?:dirname|basename|realpath|readlink|pwd|cd)\b")
 # `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
-# What every machine sets.
-_ALWAYS = ("HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "UID", "EUID", "USER", "HOME", "LOGNAME")
+# What every machine sets, and what a match of a regular expression does.
+_ALWAYS = ("HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "UID", "EUID", "USER", "HOME", "LOGNAME", "BASH_REMATCH")
 _SHOWN = 60
 _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 
@@ -284,6 +284,7 @@ class _Reader:
         self.depth = 0
         self.why = _Why()  # of the last unknown condition
         self.left: list[_Left] = []
+        self.locals: dict[str, Any] | None = None  # what the local variables of this function were before it; None outside
         self.loops = 0  # those around this command in its function: without one, `break` does nothing
         self.assumed = False  # whether the last status is that of a program, which is taken to succeed
 
@@ -585,7 +586,11 @@ class _Reader:
     def declare(self, raw: Sequence[str]) -> None:
         """Evaluate `export`, `declare`, `local`, `readonly` or `typeset`."""
         exports = raw[0] == "export" or any(re.fullmatch(r"-\w*x\w*", word) for word in raw)
+        is_local = self.locals is not None and raw[0] != "export" and raw[0] != "readonly" and "-g" not in raw
         for word in raw[1:]:
+            name = re.match(r"\w+", word)
+            if is_local and self.locals is not None and name:
+                self.locals.setdefault(name[0], self.env.get(name[0]))
             if match := ASSIGNMENT.fullmatch(word):
                 self.set(*match.groups())
             elif (match := ASSIGNMENT.fullmatch(self.text(word))) and '"' in word:
@@ -596,8 +601,14 @@ class _Reader:
         """Call a function; return its status."""
         if self.depth >= MAX_NESTING:
             return None
-        with self.changed(depth=self.depth + 1, asks=False, loops=0):
-            return self.call(lambda: self.node(self.functions[words[0]]), [self.zero, *words[1:]])
+        before: dict[str, Any] = {}
+        with self.changed(depth=self.depth + 1, asks=False, loops=0, locals=before):
+            try:
+                return self.call(lambda: self.node(self.functions[words[0]]), [self.zero, *words[1:]])
+            finally:
+                for name, value in before.items():
+                    self.env.pop(name, None)
+                    self.env |= {} if value is None else {name: value}
 
     def call(self, body: Callable[[], bool | None], arguments: list[str] | None) -> bool | None:
         """Evaluate a function or a sourced script, which `return` ends; return its status. None shares the arguments."""
@@ -645,7 +656,13 @@ class _Reader:
                 self.env["PWD"] = mark("PWD") if has_unknown(path) else path
             case "unset":
                 for word in rest:
+                    array, bracket, _ = word.partition("[")
+                    if bracket and isinstance(self.env.get(array), list) and word not in self.env:
+                        self.env[array] = mark(array)  # the others keep their numbers
                     self.env.pop(word, None)
+            case "printf" if rest[:1] == ["-v"] and len(rest) > 2:
+                known = None if any(map(has_unknown, rest)) else print_output(["printf", *rest[2:]], "")
+                self.assign(rest[1], "", mark(rest[1]) if known is None else known)
             case "getopts" if len(rest) > 1:
                 return self.getopts(rest[0], rest[1], rest[2:])
             case "read" | "mapfile" | "readarray":
@@ -935,6 +952,7 @@ class _Reader:
             while token := parser.peek():
                 parser.next()
                 parts += [] if OPERATOR.fullmatch(token) else [token]
+            parts = [part for raw in parts for part in _expand_braces(raw)]
             items = [word for part in parts for word in (self.words(part) if "=" not in part[:1] else [part])]
             pairs = (re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in items)
             keyed = {pair[1]: pair[2] for pair in pairs if pair}
@@ -1119,8 +1137,9 @@ class _Reader:
             whole = self.env.get(name) if name not in self.given else ""
             if key and (isinstance(whole, _Open) or (isinstance(whole, str) and has_unknown(whole))):
                 return mark(name)
-            if key and (items := [item for item in self.env if item.startswith(f"{name}[")]):
-                return str(len(items))
+            if key and (keys := [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]):
+                is_indexed = all(map(str.isdecimal, keys))
+                return str(len(keys) + (len(whole) if is_indexed and isinstance(whole, list) else 0))
             if is_missing and not key and value[0] == UNSET:  # a number of something that the environment may set
                 return mark(unknown_names(value)[0])
             return "0" if is_missing else mark(name) if isinstance(value, str) and has_unknown(value) else str(len(value))
@@ -1137,9 +1156,9 @@ class _Reader:
         if not rest:
             return value
         if isinstance(value, list):
-            if sliced := re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest):
-                first = int(sliced[1]) - (name in "@*")
-                return value[max(first, 0) : None if sliced[2] is None else first + int(sliced[2])]
+            if sliced := re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest) or re.fullmatch(r":\s+(-\d+)()", rest):
+                first = int(sliced[1]) - (name in "@*") if sliced[2] is None or sliced[2] else len(value) + int(sliced[1])
+                return value[max(first, 0) : first + int(sliced[2]) if sliced[2] else None]
             return [self.modify(item, rest) for item in value]
         return self.modify(value, rest)
 
@@ -1164,7 +1183,8 @@ class _Reader:
             if not (re.fullmatch(r"-?\d+", start) and re.fullmatch(r"-?\d+", size)):
                 return mark("${...}")
             return value[int(start) :][: int(size)]
-        return {"^": str.upper, ",": str.lower}.get(rest[0], str)(value) if len(rest) > 1 else value
+        change: Callable[[str], str] = {"^": str.upper, ",": str.lower}.get(rest[0], str)
+        return change(value) if len(rest) > 1 else change(value[:1]) + value[1:]
 
     def arithmetic(self, raw: str) -> str:
         """Return the value of an arithmetic expression, which may assign; unknown if a part that is evaluated is."""
@@ -1211,7 +1231,7 @@ def _replace(value: str, pattern: str, new: str, *, everywhere: bool) -> str:
     if not everywhere and pattern[:1] in ("#", "%"):
         start, end, pattern = "\\A" * (pattern[0] == "#"), "\\Z" * (pattern[0] == "%"), pattern[1:]
     if not pattern:
-        return value
+        return new * bool(start) + value + new * bool(end)
     if pattern.count("*") > 1:
         return mark("${...}")
     found = re.fullmatch(r"\(\?s:(.*)\)\\[Zz]", translate(pattern.replace("[^", "[!")), re.DOTALL)
