@@ -12,7 +12,7 @@ from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rat
 LINE = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5, "tokens_per_second": 10.0}
 
 
-@pytest.mark.parametrize("steps", [1, 30, 63, 64, 70, 500])
+@pytest.mark.parametrize("steps", [1, 30, 230, 231, 250, 500])
 def test_drawn_phases_join_without_gaps(steps):
     """Each phase is drawn from where the one before it ends, in steps as in samples, wherever the run ends."""
     plan = build_plan(Config(enable_rampup_batch_size=True, steps=steps), 4)
@@ -23,8 +23,8 @@ def test_drawn_phases_join_without_gaps(steps):
         number = phase["end_step"] - phase["start_step"]
         assert phase["end_sample"] - phase["start_sample"] == number * phase["global_batch_size"]
         assert number > 0
-    # The ramp ends at step 63, and a third beyond it is step 84.
-    assert phases[-1]["end_step"] == (min(steps, 84) if steps > 63 else 84)
+    # The ramp ends at step 230, and a third beyond it is step 307.
+    assert phases[-1]["end_step"] == (min(steps, 307) if steps > 230 else 307)
 
 
 def test_rate_points_are_steps_of_the_run():
@@ -33,7 +33,7 @@ def test_rate_points_are_steps_of_the_run():
     points = rate_points(plan, lambda step: step**2)
     assert all((sample, rate) == (plan.ramp.samples_before(step), step**2) for step, sample, rate in points)
     steps = [step for step, *_ in points]
-    assert {0, 33, 34, 51, 63, 399} <= set(steps)
+    assert {0, 124, 125, 188, 230, 999} <= set(steps)
     assert steps == sorted(set(steps))
 
 

@@ -23,6 +23,7 @@ from rampup.tune.topology import compiler_version, topology_devices
 
 ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
 RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
+RAMP |= {"per_device_batch_size": 16}
 CONFIGS = {
     "ramp": RAMP,
     "constant": {"enable_rampup_batch_size": False},
