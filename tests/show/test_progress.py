@@ -16,7 +16,9 @@ from rampup import Config, build_plan
 from rampup.loop import events
 from rampup.show.progress import TerminalBar, TrainProgress, in_notebook, make_bar
 
-PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
+# 4, 8, 12 and 16 samples.
+RAMP = {"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4, "per_device_batch_size": 16}
+PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100, **RAMP), 1)
 
 
 def run_events():
@@ -92,7 +94,7 @@ def test_progress_says_how_to_keep_the_learning_rate(length, end):
 
 def test_progress_names_phases_only_with_a_ramp():
     """Without a ramp no line has a phase; one of reinforcement learning has its rollout. Finished and resumed runs say so."""
-    plan = build_plan(Config(enable_rampup_batch_size=False), 1)
+    plan = build_plan(Config(per_device_batch_size=16), 1)
     started = (events.RunStarted(step=step, folder=Path("runs/x"), plan=plan) for step in (plan.total_steps, 30))
     metrics = {"step": 0, "consumed_samples": 16, "phase": 0, "global_batch_size": 16, "loss": 5.0, "tokens_per_second": 9.0}
     step = events.StepDone(step=0, metrics=metrics | {"rollout": 3})
