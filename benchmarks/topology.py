@@ -1,6 +1,8 @@
-"""The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch size, optax and a scan.
+"""The last step of a ramp on an absent TPU slice, compiled: rampup, a jit per batch size, optax and a scan. With --hours, the
+hours of whole runs on paper.
 
     python benchmarks/topology.py --topology v5e:4x4
+    python benchmarks/topology.py --hours
 
 Nothing runs: memory, reductions and executables are the compiler's, and times are roofline estimates. It needs the extra
 `tpu-compile`.
@@ -9,7 +11,9 @@ Nothing runs: memory, reductions and executables are the compiler's, and times a
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,15 +34,20 @@ from contenders import (
 from measure import BenchResult, Measurements, OnRow, ignore_row, print_result
 from rich.console import Console
 
+from rampup.batch_size.design_model import PUBLISHED_GROWTH, DesignModel, NoiseCurve, StepTimes
+from rampup.batch_size.scaling_laws import ADVISED, OVERHEADS, suggest_batch
+from rampup.config.load import load_config
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.mesh import batch_sharding, make_mesh, replicated
 from rampup.engine.state import TrainState
 from rampup.engine.step import train_step
 from rampup.lm.transformer import LanguageModel
+from rampup.plan.describe import SECONDS_PER_HOUR
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import NOT_RUN_ON, Topology
+from rampup.tune.programs import Programs
 from rampup.tune.topology import Compiled, Target, compile_on, compiler_version, topology_devices, use_cpu_as_host
 
 SCAN = "scan over microbatches"
@@ -48,6 +57,12 @@ MICROBATCH, NUM_PHASES = 4, 4
 # Its model, with matrix products in bfloat16.
 MODEL = LanguageModel(num_layers=4, width=128, mlp_dim=512, num_heads=4, num_kv_heads=4, vocab_size=256, dtype="bfloat16")
 TOKENS = 128
+
+# Whole runs on paper: the presets by their parameters, with samples so short that many chips can share a small batch.
+PRESETS = {"1B": "llama_1b_v5e", "8B": "llama_8b_v5p"}
+SHORT, TOKENS_PER_PARAMETER = 1024, 20
+COMPILED_FOR, NUM_CHIPS = "v5p:4x4x4", (64, 256, 1024)
+CHIP_ROWS = (1, 2, 4, 8, 16, 32)
 
 
 def run(topology: Topology, *, problem: Problem | None = None, on_row: OnRow = ignore_row) -> BenchResult:
@@ -131,13 +146,72 @@ def compile_system(name: str, problem: Problem, topology: Topology) -> tuple[Com
     return compile_on(target, lowered, mesh), calls, (k,), executables
 
 
+def hours(cache: Path | None = None) -> BenchResult:
+    """Return the hours of constant batches and of the fastest ramp to the loss that a very small batch has after 20N tokens."""
+    topology, rows = Topology.parse(COMPILED_FOR), list[dict[str, Any]]()
+    for params, preset in PRESETS.items():
+        seconds = step_seconds(preset, topology, cache)
+        rows += [hours_row(params, chips, seconds) for chips in NUM_CHIPS]
+    return BenchResult(
+        name="hours",
+        title=f"whole runs on paper, their steps {NOT_RUN_ON}",
+        rows=rows,
+        notes=[
+            f"{compiler_version()}; {COMPILED_FOR}; {', '.join(PRESETS.values())} with samples of {SHORT:,} tokens.",
+            "Steps are roofline estimates at published peaks. Compiled: one sample for each of 64 chips. More samples multiply "
+            "the computation but not the exposed exchange of weights. On more chips, both take as long.",
+            "Batches in tokens, and hours. small: a sample for each chip. fastest: of all constant batches. "
+            f"large: that of +{ADVISED} tokens in `rampup suggest`, the geometric mean of its range.",
+            f"The noise scale is {1 / OVERHEADS[ADVISED]:g} times the large batch at the end, and grows with the power "
+            f"{PUBLISHED_GROWTH} of the progress. saved: from the hours of the fastest, over the range.",
+        ],
+    )
+
+
+def step_seconds(preset: str, topology: Topology, cache: Path | None = None) -> dict[int, float]:
+    """Return the estimated seconds of a step by the samples of a chip, from the program of one sample."""
+    settings = [f"num_devices={topology.num_devices}", f"max_target_length={SHORT}", f"per_device_batch_size={CHIP_ROWS[-1]}"]
+    config = load_config(preset, [*settings, "enable_rampup_batch_size=false"])
+    programs = Programs(config, topology_devices(topology), target=Target(topology=topology, cache=cache))
+    answer = programs.answer(programs.size(1))
+    assert answer.account is not None, answer.refusal
+    one = answer.account.roofline(topology, programs.loop_trips(1, 1))
+    busy = max(one.compute_seconds, one.memory_seconds)
+    return {rows: max(rows * busy, one.overlapped_seconds) + one.exposed_seconds for rows in CHIP_ROWS}
+
+
+def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str, Any]:
+    """Return the row of a model on a number of chips, from the seconds of a step by the samples of a chip."""
+    tokens = TOKENS_PER_PARAMETER * int(params.removesuffix("B")) * 10**9
+    low, high = suggest_batch(tokens, params)["critical_batch_tokens"]
+    times = StepTimes.fit({chips * rows: time for rows, time in seconds.items()})
+    sizes, samples = [chips * rows for rows in seconds], tokens / SHORT
+    found, saved = dict[str, Any](), list[float]()
+    for advised in (low / SHORT, high / SHORT, math.sqrt(low * high) / SHORT):  # the cells are of the last one
+        noise = advised / OVERHEADS[ADVISED]
+        first = noise * samples**-PUBLISHED_GROWTH
+        model = DesignModel(noise=NoiseCurve(knots=((1.0, first), (samples, noise)), growth=PUBLISHED_GROWTH), times=times)
+        ramp = model.best_schedule(sizes, progress=samples)
+        spent = {size: model.run(((0, size),), progress=samples).seconds / SECONDS_PER_HOUR for size in sizes}
+        fastest, large = min(spent, key=spent.__getitem__), min(sizes, key=lambda size: abs(math.log(size / advised)))
+        constants = {"small": sizes[0], "large": large, "fastest": fastest}
+        found = {name: f"{size * SHORT:,}: {spent[size]:.3g}" for name, size in constants.items()}
+        ramp_hours = model.run(ramp, progress=samples).seconds / SECONDS_PER_HOUR
+        found["ramp"] = f"{ramp[0][1] * SHORT:,} to {ramp[-1][1] * SHORT:,}: {ramp_hours:.3g}"
+        saved.append(1 - ramp_hours / spent[fastest])
+    return {"model": params, "chips": chips, **found, "saved": f"{min(saved):.1%} to {max(saved):.1%}"}
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:4x4", help="TPU slices (default v5e:4x4)")
-    topology = Topology.parse(parser.parse_args().topology)
+    parser.add_argument("--hours", action="store_true", help="the hours of whole runs, from steps compiled for " + COMPILED_FOR)
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep what the compiler said, for another run of --hours")
+    args = parser.parse_args()
     use_cpu_as_host()
-    print_result(run(topology), Console(highlight=False, markup=False))
+    result = hours(cache=args.cache) if args.hours else run(Topology.parse(args.topology))
+    print_result(result, Console(highlight=False, markup=False))
 
 
 if __name__ == "__main__":
