@@ -232,7 +232,7 @@ class TrainStep:
         # The same for the numbers of a segment, for an optimizer that takes them.
         self._segment_on_devices = functools.cache(
             lambda segment: jax.tree.map(
-                lambda x: jax.make_array_from_callback((), replicated(mesh), lambda _: x), self._segment_of(segment)
+                lambda x: jax.make_array_from_callback((), replicated(mesh), lambda _: x), self.segment_of(segment)
             )
         )
         self._zero_metrics: Metrics | None = None
@@ -454,7 +454,7 @@ class TrainStep:
         chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
         chunks = (chunk,) * layout.num_chunks
         scalar = functools.partial(jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh))
-        segment = jax.tree.map(lambda x: scalar(x.dtype), self._segment_of(self._plan.clock[0]))
+        segment = jax.tree.map(lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0]))
         return self._lower_program(Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment)
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
@@ -478,7 +478,7 @@ class TrainStep:
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
             run: Any = self._update.run_optimizer
-            loss_shape, segment = jax.ShapeDtypeStruct((), np.float32), self._segment_of(self._plan.clock[0])
+            loss_shape, segment = jax.ShapeDtypeStruct((), np.float32), self.segment_of(self._plan.clock[0])
             traces: dict[str, Callable[[], Any]] = {
                 "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, loss_shape, segment),
                 "loss": lambda: jax.make_jaxpr(loss)(shapes, rows, keys),
@@ -489,7 +489,7 @@ class TrainStep:
                     found[name] = trace()
         return found
 
-    def _segment_of(self, segment: ClockSegment) -> dict[str, np.number] | None:
+    def segment_of(self, segment: ClockSegment) -> dict[str, np.number] | None:
         """Return the numbers of a segment if the optimizer takes them: those of other optimizers know the plan."""
         return segment_numbers(segment) if isinstance(self.tx, FollowingOptimizer) else None
 

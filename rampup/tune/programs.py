@@ -146,13 +146,14 @@ class Programs:
         """Return a function that runs one optimizer step on synthetic rows and waits for it."""
         self.memory(size)
         program, plan = self._compiled[size], self._plan_of(size)
-        chunks = next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)).chunks
+        batch = next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1))
+        segment = self._setup.step.segment_of(batch.position.segment)
         split = self.split(size.microbatch_size, num_microbatches)
         counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
 
         def step() -> None:
             # A language model has nothing frozen.
-            self._state, metrics = program(self._state, None, chunks, counts)
+            self._state, metrics = program(self._state, None, batch.chunks, counts, segment)
             jax.block_until_ready((self._state, metrics))
 
         return step
