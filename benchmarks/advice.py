@@ -248,7 +248,12 @@ class Runner:
     def __init__(self, study: Study, results: Results, work: Path, part: tuple[int, int]) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self.study, self.results, self.work, self.part = study, results, work, part
-        results.update({"text": write_text(work), "study": asdict(study), "parameters": study.model.num_parameters})
+        text = write_text(work)
+        if results.read().get("text", text) != text:
+            raise SystemExit(
+                f"the runs in {results.path} are of another text than this machine has; move the file away to begin anew"
+            )
+        results.update({"text": text, "study": asdict(study), "parameters": study.model.num_parameters})
         self.trainer = Trainer(study, work)
 
     def mine(self, items: Iterable[Any]) -> list[Any]:
@@ -388,9 +393,13 @@ class Runner:
         """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
         runs = self.results.read()["runs"]
         best = {str(size): self.rate(size, best_offset(runs, f"constant {size}")) for size in self.study.sizes}
-        for name, keys in self.mine((name, keys) for name, keys in self.schedules().items() if name != "seesaw"):
-            for seed in range(self.study.seeds):
-                self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
+        by_rule = {size: best[str(self.study.pilot)] * math.sqrt(size / self.study.pilot) for size in self.study.sizes}
+        for name, keys in self.mine(self.schedules().items()):
+            sizes = {int(each.split(":")[1]) for each in keys["batch_size_schedule"].split()}
+            # Of the others, the best rates are those of the rule.
+            if any(not math.isclose(best[str(size)], by_rule[size]) for size in sizes):
+                for seed in range(self.study.seeds):
+                    self.one(f"ramp {name} tuned", seed=seed, best_rates=best, **keys)
 
     def seeds(self) -> None:
         """Run more seeds of the constant batches and of the schedules that the figure shows."""
@@ -493,14 +502,9 @@ def best_offset(runs: Mapping[str, Any], prefix: str) -> int:
     return min(firsts, key=firsts.__getitem__)
 
 
-def best_losses(runs: Mapping[str, Any], prefix: str) -> list[float]:
-    """Return the losses of all seeds at the best rate."""
-    return [run["loss"] for run in rows_of(runs, prefix)[best_offset(runs, prefix)]]
-
-
 def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
     """Return the mean loss over the seeds at the best rate."""
-    return float(np.mean(best_losses(runs, prefix)))
+    return float(np.mean([run["loss"] for run in rows_of(runs, prefix)[best_offset(runs, prefix)]]))
 
 
 def large_batch(results: Mapping[str, Any]) -> int:

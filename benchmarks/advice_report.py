@@ -139,6 +139,19 @@ class Report(NamedTuple):
                 found.append(loss_penalty(own, small, slope=slope, measured_at=at, exponent=exponent))
         return found[0], min(found), max(found)
 
+    @property
+    def slopes(self) -> tuple[float, float]:
+        """The fall of the loss per factor e of tokens between half and all of them, and as a design has it."""
+        half = mean_loss(self.runs, f"length 1/2 of {self.best}")
+        design = self.results["designs"][MAIN]
+        at = (
+            self.models(MAIN)[0].noise.knots[-1][0]
+            / self.models(MAIN)[0].run(((0, self.best),), samples=self.study.samples).progress
+        )
+        return (half - mean_loss(self.runs, f"constant {self.best}")) / math.log(2), design[
+            "loss_slope"
+        ] * at ** DATA_EXPONENTS[0]
+
     def designed(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Yield the schedules that were designed and run: their name, their source and their prediction."""
         for source, design in self.results["designs"].items():
@@ -223,16 +236,18 @@ def schedule_table(report: Report) -> str:
             ]
         )
 
-    large = large_batch(report.results)
-    add(f"constant {large}", f"constant {large}", MAIN, ((0, large),))
+    for size in study.sizes:
+        if size != study.pilot:
+            add(f"constant {size}", f"constant {size}", MAIN, ((0, size),))
     seen = set[str]()
     for name, source, each in report.designed():
         if name not in seen and report.runs_of(f"ramp {name}"):
             seen.add(name)
             add(name, f"ramp {name}", MAIN if name == "seesaw" else source, schedule_of(report, each))
     header = ["Schedule", "Samples: batch", "Steps", "Predicted", "Measured", "Best rates"]
-    base = mean_loss(report.runs, small)
-    text = f"Losses are those above constant {study.pilot}, {base:.4f}.\n\n"
+    slopes = [f"{slope:.2f}" for slope in report.slopes]
+    text = f"Losses are those above constant {study.pilot}, {mean_loss(report.runs, small):.4f}. Loss per factor e of tokens: "
+    text += f"{slopes[0]} in the last half of the tokens, predicted {slopes[1]}.\n\n"
     return text + table([*header, "Above constant"], rows) + auto_rows(report)
 
 
@@ -259,20 +274,22 @@ def auto_rows(report: Report) -> str:
 
 
 def wsd_table(report: Report) -> str:
-    """Return the losses of the same schedules with a rate that decays in the last fifth only."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for name, run in sorted(report.runs.items()):
-        if name.startswith("wsd "):
-            found.setdefault(name.removeprefix("wsd ").rsplit(" seed", 1)[0], []).append((run["seed"], run["loss"]))
-    rows = []
-    for name, each in found.items():
-        if len(each) < report.study.seeds:  # a rate that lost
-            continue
-        cosine = f"constant {name.split()[1]}" if name.startswith("constant") else f"ramp {name.removesuffix(' half rate')}"
-        losses = [loss for _, loss in each]
-        other = report.seeds(cosine)
-        rows.append([name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}", f"{np.mean(other):.4f}", f"{len(losses)}"])
-    return table(["Schedule", "Loss under WSD", "Loss under cosine", "Seeds"], rows)
+    """Return the losses of schedules under WSD, above that of the pilot's batch under WSD."""
+    names = dict.fromkeys(name.rsplit(" seed", 1)[0] for name in sorted(report.runs) if name.startswith("wsd "))
+    # A rate that lost with the first seed has no others.
+    won = {name.removesuffix(" half rate"): name for name in names if len(report.runs_of(name)) == report.study.seeds}
+    small, rows = f"wsd constant {report.study.pilot}", []
+    known = {name: schedule_of(report, each) for name, _, each in report.designed()}
+    for name, full in won.items():
+        short, is_constant = name.removeprefix("wsd "), name.startswith("wsd constant")
+        schedule = [(0, int(short.split()[1]))] if is_constant else known[short]
+        cosine = report.difference(short if is_constant else f"ramp {short}", small.removeprefix("wsd "))
+        cells = [report.penalty(MAIN, schedule), report.difference(full, won[small]), cosine]
+        if name != small:
+            rows.append([short.replace("by plain", "by noise scale"), *(cell(each, "{:+.3f}") for each in cells)])
+    losses = [float(np.mean(report.seeds(each))) for each in (won[small], small.removeprefix("wsd "))]
+    text = f"Above constant {report.study.pilot}: {losses[0]:.3f} under WSD, {losses[1]:.3f} under cosine.\n\n"
+    return text + table(["Schedule", "Predicted", "WSD", "Cosine"], rows)
 
 
 def law_table(report: Report) -> str:
