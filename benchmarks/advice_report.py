@@ -180,7 +180,7 @@ def cell(found: Interval | None, form: str = "{:.0%}") -> str:
     if found is None:
         return "not known"
     value, low, high = (form.format(each).replace("-0%", "0%") for each in found)
-    return value if low == high == value else f"{value} ({low} to {high})"
+    return value if low == high == value else f"{value}<br>({low},{high})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -227,7 +227,7 @@ def schedule_table(report: Report) -> str:
         rows.append(
             [
                 name.replace("by plain", "by noise scale"),
-                " ".join(f"{start}:{size}" for start, size in schedule),
+                ",".join(f"{start}:{size}" for start, size in schedule),
                 f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
                 cell(report.difference(prefix, small), "{:+.3f}"),
