@@ -114,8 +114,9 @@ def test_draw_rate_draws_both_clocks(width):
     named = [text.get_text() for text in figure.legends[0].get_texts()]
     assert named == ["schedule runs on samples (this plan)", "schedule runs on steps"]
     over_samples, over_steps = (axes.lines[0].get_data() for axes in figure.axes)
-    assert (over_samples[0][-1], over_samples[1][-1]) == (plan.ramp.samples_before(399), 399 / 400)
-    assert over_steps[0][-1] == 399
+    last = plan.total_steps - 1
+    assert (over_samples[0][-1], over_samples[1][-1]) == (plan.ramp.samples_before(last), last / 400)
+    assert over_steps[0][-1] == last
 
 
 @pytest.mark.parametrize("width", [3.25, 10])

@@ -17,7 +17,7 @@ from rampup.plan.describe import summary
 from rampup.show.report import Report, report_html, write_report
 from rampup.show.series import RunMetrics
 
-CONFIG = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8, run_name="seven")
+CONFIG = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=4, run_name="seven")
 EVIL = '</script><script>document.title="hacked"</script>&"\'<b>'
 
 
@@ -93,7 +93,7 @@ def test_report_counts_rows_that_it_leaves_out_and_marks_unreached_phases():
     text = report_html(Report(title="x", plan=build_plan(config, 1)))
     assert "2,940 more rows" in text
     assert len(text) < 500_000
-    text = report_html(Report(title="x", plan=build_plan(Config(enable_rampup_batch_size=True, steps=40), 4)))
+    text = report_html(Report(title="x", plan=build_plan(Config(enable_rampup_batch_size=True, steps=150), 4)))
     assert text.count('<tr class="unreached">') == 2
     assert "The run ends before the phases in italics" in text
     assert "the run ends" in Page(text).text
