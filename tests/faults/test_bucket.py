@@ -71,7 +71,7 @@ def losses(base):
 def assert_losses_of_a_disk(tmp_path, **settings):
     """Assert that the run in the bucket has each step once, with the loss of a run on a disk; return their number."""
     found = losses("gs://bucket/runs")
-    Run(tmp_path, tmp_path, "local", **settings | {"steps": len(found), "checkpoint_period": len(found)}).end()
+    Run(tmp_path, tmp_path, "local", **settings | {"steps": len(found), "checkpoint_period": len(found)}).end(seconds=900)
     assert found == losses(tmp_path)
     return len(found)
 
