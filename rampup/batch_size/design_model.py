@@ -107,7 +107,9 @@ def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> t
     ends = values, [point.low or min(point.noise, 1.0) for point in points], [point.high for point in points]
     knots = []
     for noises in ends:
-        progress, before, found = 0.0, 0.0, list[tuple[float, float]]()
+        progress = 0.0
+        before = 0.0
+        found = list[tuple[float, float]]()
         for point, noise in zip(points, noises, strict=True):
             progress += (point.samples - before) / (1 + point.batch / noise)
             before = point.samples
@@ -299,7 +301,8 @@ class DesignModel:
                     place = int(spare / unit)
                     if spare >= 0 and (place not in kept or each[0] < kept[place][0]):
                         kept[place] = each
-                before, needed = list(kept.values()), length * (1 + size / noise)
+                before = list(kept.values())
+                needed = length * (1 + size / noise)
                 time = needed * self.times.at(size) / size
                 begun[number] = [
                     (seconds + time, done + needed, path if path and path[-1][1] == size else (*path, (done, size)))
@@ -316,7 +319,8 @@ class DesignModel:
 
     def _parts(self, progress: float, number: int) -> list[tuple[float, float]]:
         """Return the length and the noise scale of parts of the progress, shorter where little is done and split at knots."""
-        edges, reached = {x for x, _ in self.noise.knots if x < progress} | {progress}, 0.0
+        edges = {x for x, _ in self.noise.knots if x < progress} | {progress}
+        reached = 0.0
         while reached < progress:
             edges.add(reached)
             reached += max(reached / number * 4, progress / number / 64)

@@ -83,7 +83,9 @@ class AdamScaling:
         Raises:
             ConfigError: a decay rate falls below 0, or rounds to 1 on a device, and no floor or ceiling prevents it.
         """
-        rates, of_b1, of_b2 = {}, (base.b1, self.b1, None, None), (base.b2, self.b2, self.b2_floor, self.b2_ceiling)
+        rates = {}
+        of_b1 = (base.b1, self.b1, None, None)
+        of_b2 = (base.b2, self.b2, self.b2_floor, self.b2_ceiling)
         for name, (b, rule, floor, ceiling) in {"b1": of_b1, "b2": of_b2}.items():
             if rule == "none":
                 rates[name] = b

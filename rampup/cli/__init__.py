@@ -170,7 +170,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _error_object(error: Exception) -> dict[str, Any]:
-    key, nearest = getattr(error, "key", None), list(getattr(error, "nearest", ()))
+    key = getattr(error, "key", None)
+    nearest = list(getattr(error, "nearest", ()))
     return {"error": {"type": type(error).__name__, "message": str(error), "key": key, "nearest": nearest}}
 
 

@@ -35,10 +35,14 @@ VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # The device files of TPU chips: accel0 up to v4, vfio/0 since v5e.
-DEVICE_FILES, TPU_FILES = Path("/dev"), ("accel[0-9]*", "vfio/[0-9]*")
+DEVICE_FILES = Path("/dev")
+TPU_FILES = ("accel[0-9]*", "vfio/[0-9]*")
 # The devices of this machine, and how a TPU names its vendor.
 PCI_DEVICES, GOOGLE = Path("/sys/bus/pci/devices"), "0x1ae0"
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED = 141
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,8 @@ def _overhead(branch: BranchResult) -> str:
 
 def _print_undecided(found: CriticalBatch, console: Console) -> None:
     if found.gain is None or found.deciding_tokens is None:
-        why, fix = "which is too little to measure", f"a window several times as long, such as --tokens {8 * found.tokens:,}"
+        why = "which is too little to measure"
+        fix = f"a window several times as long, such as --tokens {8 * found.tokens:,}"
     else:
         why = f"too little for a tolerance of {found.tolerance:.4g}: a batch that wastes half of its samples could pass"
         fix = f"--tokens {found.deciding_tokens:,}"

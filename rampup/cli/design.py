@@ -75,7 +75,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if args.cost_per_prompt is not None:
         problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
         raise common.usage_error(problem, key="cost-per-prompt")
-    file, folders = args.config, [as_path(path) for path in args.measured]
+    file = args.config
+    folders = [as_path(path) for path in args.measured]
     if source.is_dir():
         if not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
             problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
@@ -128,7 +129,9 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
         raise common.usage_error(f"--cost-per-prompt={cost} must be 0 or more", key="cost-per-prompt", nearest=(0,))
     config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=common.environment())
     # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
-    key, responses, measured = "rl.num_generations", config.num_generations, load_rollout_config(folder / CONFIG_FILE)
+    key = "rl.num_generations"
+    responses = config.num_generations
+    measured = load_rollout_config(folder / CONFIG_FILE)
     if responses != measured.num_generations:
         rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
         problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
@@ -138,7 +141,8 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     facts["mini_batch_prompts"] = config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size
 
     def show(console: Any) -> None:
-        scale, prompts = NoiseEstimate(**facts["noise_scale_prompts"]), facts["mini_batch_prompts"]
+        scale = NoiseEstimate(**facts["noise_scale_prompts"])
+        prompts = facts["mini_batch_prompts"]
         reused = f" and {facts['reuse']} updates on each at the same learning rate" * (facts["reuse"] > 1)
         console.print(f"noise scale: {scale} prompts, with {responses} responses each{reused}")
         console.print(f"a mini batch has {prompts} prompts; above the noise scale, more prompts pay less and less")
@@ -156,10 +160,12 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 
 def print_design(facts: Mapping[str, Any], console: Console, written: Path | None = None) -> None:
     """Print the candidates with their steps, hours and loss, their schedules, and the assumptions."""
-    tokens, growth = format_si(facts["train_tokens"]), facts["noise_growth"]
+    tokens = format_si(facts["train_tokens"])
+    growth = facts["noise_growth"]
     scales = []
     for name in ("noise_scale_start", "noise_scale_end"):
-        low, high = format_value(facts[f"{name}_low"]), facts[f"{name}_high"]
+        low = format_value(facts[f"{name}_low"])
+        high = facts[f"{name}_high"]
         interval = f"at least {low}" if high is None else f"{low} to {format_value(high)}"
         scales.append(f"{format_value(facts[name])} ({interval})")
     start, end = scales
@@ -217,7 +223,9 @@ def draw_design(facts: Mapping[str, Any], path: str) -> None:
     figure = new_figure(DEFAULT_WIDTH, 4.2)
     over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, candidate in enumerate(facts["candidates"]):
-        style, sizes, marker = line_style(number), candidate["sizes"], LINES[number % len(LINES)]["marker"]
+        style = line_style(number)
+        sizes = candidate["sizes"]
+        marker = LINES[number % len(LINES)]["marker"]
         style |= {"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {}
         edges = [*candidate["start_tokens"], facts["train_tokens"]]
         over_tokens.step(

@@ -75,7 +75,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
         if common.is_rollout_file(args.diff):
             raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
         other, other_plan = common.read_plan(args, args.diff, ())
-        changed, names = config.differences(other), (" ".join([args.config, *args.overrides]), args.diff)
+        changed = config.differences(other)
+        names = (" ".join([args.config, *args.overrides]), args.diff)
         return Result(
             facts={"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed},
             show=lambda console: print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
         if plan.auto_schedule == "follow":
             text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
             raise usage_error(text, key="budget")
-        tokens, throughput = parse_count(args.budget, what="budget", key="budget"), None
+        tokens = parse_count(args.budget, what="budget", key="budget")
+        throughput = None
         if args.measured is not None:
             from rampup.loop.run_folder import measured_throughput
 

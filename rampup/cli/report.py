@@ -39,7 +39,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 def gather_report(args: argparse.Namespace) -> Report:
     """Return the content of a report of a configuration, of the folder of a run, or of another system's file."""
-    inputs, topology = parse_inputs(args.sources), common.named_topology(args)
+    inputs = parse_inputs(args.sources)
+    topology = common.named_topology(args)
     if args.system is not None:
         from rampup.dialects import check_file
 
@@ -60,7 +61,8 @@ def gather_report(args: argparse.Namespace) -> Report:
     if inputs.runs:
         run = inputs.read_runs()[0]
         # What the steps had: a run that was resumed with another length had another schedule before.
-        clock, planned = plan.learning_rate_clock, rates[plan.learning_rate_clock]
+        clock = plan.learning_rate_clock
+        planned = rates[plan.learning_rate_clock]
         had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
         rates[clock] = lambda step: had[step] if step in had else planned(step)
         prediction = compare_prediction(inputs.runs[0], config, run)

@@ -84,7 +84,9 @@ def print_tuning(found: Facts, console: Console) -> None:
         source = "as given" if found["memory_is_named"] else "as reported by the device"
         used = f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
         console.print(f"{device} ({source}), of which {used}")
-    largest, following, peak = found["largest_microbatch"], found["next_larger"], found["measured_peak_bytes"]
+    largest = found["largest_microbatch"]
+    following = found["next_larger"]
+    peak = found["measured_peak_bytes"]
     if found.get("interrupted"):
         best = "none that fits" if largest is None else f"the largest that fits is {largest:,} samples"
         console.print(f"stopped before the end of the search; of the microbatches so far, {best}")
@@ -129,7 +131,9 @@ def print_tuning(found: Facts, console: Console) -> None:
         console.print("what saves memory, with nothing else changed (~: estimated, the others are compiled):")
         table = make_table(console, ["", "memory", "saves", "step time", "fits"], left=1)
         for row in levers:
-            saved, slowdown, about = row["saved_bytes"], row["slowdown"], "" if row["compiled"] else "~"
+            saved = row["saved_bytes"]
+            slowdown = row["slowdown"]
+            about = "" if row["compiled"] else "~"
             total = "" if row["bytes"] is None else about + _format_memory(row)
             times = "" if slowdown is None else f"x {slowdown:.2f}"
             savings = "" if saved is None else about + format_bytes(saved)
@@ -145,10 +149,12 @@ def _print_settings(found: Facts, console: Console) -> None:
     def words(settings: Facts) -> str:
         return " ".join(f"{key}={value}" for key, value in settings.items()) or "the configuration as it is"
 
-    best, estimate = found["run_seconds"], found.get("roofline_run_seconds")
+    best = found["run_seconds"]
+    estimate = found.get("roofline_run_seconds")
     time = "" if best is None else f"; the run's steps take {format_value(best)} s"
     if estimate is not None:
-        best, time = estimate, f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
+        best = estimate
+        time = f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
     console.print(f"recommended{' so far' * bool(found.get('interrupted'))}: {words(found['settings'])}{time}")
     rows = found["phases"]
     columns = ["global_batch_size", "per_device_batch_size"]
@@ -159,7 +165,8 @@ def _print_settings(found: Facts, console: Console) -> None:
         table.add_row(str(number), *(format_value(row[name]) for name in columns), _format_memory(row), _format_rate(row))
     console.print(table)
     for other in found["alternatives"]:
-        seconds, number = other.get("run_seconds", other.get("roofline_run_seconds")), other["executables"]
+        seconds = other.get("run_seconds", other.get("roofline_run_seconds"))
+        number = other["executables"]
         ratio = f", x {seconds / best:.2f}" if seconds and best else ""
         time = "not timed" if seconds is None else f"{format_value(seconds)} s{ratio}"
         programs = f"; {number} compiled programs" if number > 1 else ""

@@ -248,7 +248,8 @@ def make_plan(
         run = None if run is None else seesaw.steps_of(run)
         schedule = None if schedule is None else seesaw.steps_of(schedule)
     rate_scaling, adam = config.batch_rule
-    is_auto, budget = config.batch_size_schedule == AUTO_SCHEDULE, budget_samples(config)
+    is_auto = config.batch_size_schedule == AUTO_SCHEDULE
+    budget = budget_samples(config)
     needed = math.ceil(budget or 1)
     plan = RampPlan(
         ramp=ramp,
@@ -310,7 +311,8 @@ def adam_base(config: OptimizerKeys) -> AdamConstants:
 
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     """Return how AdamW's constants depend on the batch."""
-    reference, scaling = config.adam_weight_decay_reference_tokens, config.batch_rule[1]
+    reference = config.adam_weight_decay_reference_tokens
+    scaling = config.batch_rule[1]
     samples = budget_samples(config) or plan.consumed_samples
     return replace(
         scaling,

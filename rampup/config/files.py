@@ -213,7 +213,8 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         # Keys that are spelled like the name, or that have a part which is.
-        known, word = list(dict.fromkeys(key for each in files for key in each.keys)), name.lower()
+        known = list(dict.fromkeys(key for each in files for key in each.keys))
+        word = name.lower()
         parts = {part for key in known for part in re.split(r"[_.]", key)}
         alike = difflib.get_close_matches(word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75)
         near = [key for key in keys_for_alias(word, KEYS) if key in known] + difflib.get_close_matches(word, known, n=3)

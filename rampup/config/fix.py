@@ -33,8 +33,12 @@ MAX_ALTERNATIVE_DISTANCE = 0.5
 # A size of a schedule moves by at most this share of the larger of the two; further away, it is not the ramp that was meant.
 MAX_SIZE_CHANGE = 0.25
 SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
-SCHEDULE, DEVICES, PARALLELISM = "batch_size_schedule", "num_devices", "_parallelism"
-FIRST_SIZE, FINAL_SIZE, LINEAR = "per_device_batch_size_start", "per_device_batch_size", "enable_rampup_batch_size"
+SCHEDULE = "batch_size_schedule"
+DEVICES = "num_devices"
+PARALLELISM = "_parallelism"
+FIRST_SIZE = "per_device_batch_size_start"
+FINAL_SIZE = "per_device_batch_size"
+LINEAR = "enable_rampup_batch_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +200,8 @@ class _Draft:
 
     def _with_edit(self, name: str, after: str) -> _Draft | None:
         entry = self.located().get(name) if name in KEYS else None
-        source, is_name = self.source_rank(entry), name not in KEYS and name != BASE
+        source = self.source_rank(entry)
+        is_name = name not in KEYS and name != BASE
         renamed = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
         new: dict[str, Any] = {}
         if name in KEYS and source == 2:
@@ -204,7 +209,8 @@ class _Draft:
             new["text"] = f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
             change = Change(key=name, before=None, after=after, where=f"{self.file}, a new line")
         elif entry is not None and source == 0:
-            value, variable = after.strip('"'), ENVIRONMENT_PREFIX + name.upper()
+            value = after.strip('"')
+            variable = ENVIRONMENT_PREFIX + name.upper()
             settings = (f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
             new = {"overrides": tuple(settings)}
             new["environ"] = {**self.environ, variable: value} if variable in self.environ else self.environ
@@ -342,7 +348,8 @@ def _value(located: Mapping[str, Located], key: str) -> Any:
 def _distance(before: object, after: object) -> float:
     """Return the distance of two values: the relative difference of numbers, 1 - the similarity of words."""
     try:
-        old, new = exact_fraction(before, what="value"), exact_fraction(after, what="value")
+        old = exact_fraction(before, what="value")
+        new = exact_fraction(after, what="value")
     except RampDefinitionError:
         return 1 - _similarity(before, after)
     return float(abs(old - new) / (max(abs(old), abs(new)) or 1))

@@ -458,8 +458,13 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         10
     """
 
-    run, ramp, devices, pipeline = _view(RunKeys), _view(RampKeys), _view(DeviceKeys), _view(PipelineKeys)
-    optimizer, model, data = _view(OptimizerKeys), _view(ModelKeys), _view(DataKeys)
+    run = _view(RunKeys)
+    ramp = _view(RampKeys)
+    devices = _view(DeviceKeys)
+    pipeline = _view(PipelineKeys)
+    optimizer = _view(OptimizerKeys)
+    model = _view(ModelKeys)
+    data = _view(DataKeys)
 
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
         """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`.
@@ -522,7 +527,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         if self.total_steps == -1:
             rule = "takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
             refuse("steps", f"steps=-1 {rule}")
-        warmup, decay = self.warmup_steps_fraction, self.wsd_decay_steps_fraction
+        warmup = self.warmup_steps_fraction
+        decay = self.wsd_decay_steps_fraction
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
             rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
             refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
@@ -563,11 +569,13 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         if len(budgets) > 1:
             rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
             refuse("train_samples", rule) if self.steps == -1 else refuse("steps", rule, -1)
-        factor, largest = self.seesaw_factor, self.seesaw_max_batch_size
+        factor = self.seesaw_factor
+        largest = self.seesaw_max_batch_size
         if factor is None and largest is not None:
             rule = f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null; set both or none"
             refuse("seesaw_max_batch_size", rule)
-        kind, last = self.lr_schedule_type, self.learning_rate_final_fraction
+        kind = self.lr_schedule_type
+        last = self.learning_rate_final_fraction
         if factor is not None and (kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)):
             rule = f"seesaw_factor={factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
             refuse("seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none")

@@ -164,7 +164,9 @@ class _Reader:
     """Converts the YAML nodes of one file into values. Limits their number, because aliases can repeat values without end."""
 
     def __init__(self, path: str, *, repeats: bool) -> None:
-        self._path, self._left, self._repeats = path, MAX_VALUES, repeats
+        self._path = path
+        self._left = MAX_VALUES
+        self._repeats = repeats
         self.repeated: dict[str, int] = {}  # repeated names, dotted, with the line of the last
 
     def entries(self, node: yaml.MappingNode, *, depth: int = 0, prefix: str = "") -> Iterator[tuple[str, Located]]:

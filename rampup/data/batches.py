@@ -128,7 +128,10 @@ class StepDataset(grain.MapDataset[Any]):
     ) -> None:
         super().__init__()
         self._first_step = first_step
-        self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
+        self._source = source
+        self._plan = plan
+        self._order = order
+        self._mesh = mesh
         self._loading = loading or Loading()
 
     def __len__(self) -> int:
@@ -261,7 +264,8 @@ class BatchLoader:
         split = step.position.split if self.split_for is None else self.split_for(step.position)
         position = replace(step.position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
-        batch_nR, f = dataset.split_rows(step, split), self.loading.factor
+        batch_nR = dataset.split_rows(step, split)
+        f = self.loading.factor
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
         if f == 1:
             options["name_row"] = lambda place: dataset.describe(position, place)
@@ -337,7 +341,10 @@ class StepBatches(Iterator[Batch]):
     """The batches of `step_batches`. They know which rows they are of, so that a `Loop` notices others at a resume."""
 
     def __init__(self, batches: Iterator[Batch], source: RowSource, seed: int | None, *, warns: bool) -> None:
-        self._batches, self._source, self._seed, self._warns = batches, source, seed, warns
+        self._batches = batches
+        self._source = source
+        self._seed = seed
+        self._warns = warns
 
     def __next__(self) -> Batch:
         batch = next(self._batches)

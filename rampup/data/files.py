@@ -128,7 +128,10 @@ class TokenFile:
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], *, offset: int, size: int) -> None:
-        self._path, self._dtype, self._offset, self._size = path, dtype, offset, size
+        self._path = path
+        self._dtype = dtype
+        self._offset = offset
+        self._size = size
         # Opened anew: one that was opened before this run may be of a file that is gone.
         self._place = _OpenFile(path).place
 
@@ -137,7 +140,8 @@ class TokenFile:
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(self._size)
-        wanted, place = (stop - start) * self._dtype.itemsize, self._offset + start * self._dtype.itemsize
+        wanted = (stop - start) * self._dtype.itemsize
+        place = self._offset + start * self._dtype.itemsize
         content = b""
         try:
             file = _open_file(self._path)
@@ -178,7 +182,8 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
                 raise DataError(f"{path} must be a one-dimensional array of integers; it is {found}")
             return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
         if path.endswith(".bin"):
-            dtype, size = np.dtype(token_dtype).newbyteorder("<"), os.path.getsize(path)
+            dtype = np.dtype(token_dtype).newbyteorder("<")
+            size = os.path.getsize(path)
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token")
             return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
@@ -212,8 +217,10 @@ def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> d
 
     def fingerprint(name: str, path: str) -> None:
         with _naming(path), open(path, "rb") as file:
-            status, digest = os.fstat(file.fileno()), hashlib.sha256()
-            size, times = status.st_size, [status.st_mtime_ns, status.st_ctime_ns]
+            status = os.fstat(file.fileno())
+            digest = hashlib.sha256()
+            size = status.st_size
+            times = [status.st_mtime_ns, status.st_ctime_ns]
             if known.get(name, [])[:-1] == [size, *times]:
                 found[name] = known[name][-1]
                 return

@@ -102,7 +102,9 @@ class TokenRows(_Tokens):
         starts: Sequence[tuple[int, str]] = (),
     ) -> None:
         super().__init__([name for _, name in starts] or names, sequence_length, vocab_size)
-        self._arrays, self._names, self._starts = arrays, names, starts
+        self._arrays = arrays
+        self._names = names
+        self._starts = starts
         # The first token of an array is no target, so n tokens are n - 1 targets.
         counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
         self._ends = list(itertools.accumulate(counts))
@@ -216,7 +218,8 @@ class SyntheticRows:
         # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
         # Computed from the number alone, so any process can read any row, and a resumed run reads the same ones.
         numbers = rows.astype(np.int64) + self._first
-        start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
+        start = numbers * 7919 % self._vocab_size
+        stride = 1 + numbers % 7
         tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
         length = np.full(len(rows), self._length, np.int32)
         return {"tokens": tokens.astype(_smallest_dtype(self._vocab_size)), "length": length}
@@ -231,7 +234,8 @@ class RowRange:
 
     def __init__(self, source: RowSource, start: int, stop: int) -> None:
         self._source, self._start, self._stop = source, start, stop
-        self.paths, self.thread_safe = files_of(source), is_thread_safe(source)
+        self.paths = files_of(source)
+        self.thread_safe = is_thread_safe(source)
 
     def __len__(self) -> int:
         return self._stop - self._start
@@ -350,7 +354,8 @@ def as_source(source: Any) -> RowSource:
     if hasattr(source, "read") and hasattr(source, "describe"):
         return source
     if isinstance(source, Mapping) and 0 not in source:
-        kind, names = type(source).__name__, ", ".join(map(repr, source))[:100]
+        kind = type(source).__name__
+        names = ", ".join(map(repr, source))[:100]
         raise DataError(
             f"a {kind} of arrays ({names}) is not indexed by row; give its rows, as a list or with grain.MapDataset.source, or "
             "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"

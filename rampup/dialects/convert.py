@@ -83,7 +83,8 @@ class PretrainingJob(Job):
         """Return the same run in rampup's keys, or why they cannot express it."""
         if isinstance(self.planned, RampupError):
             return Conversion(refusal=str(self.planned))
-        values, left_out = self.rampup_values(), {key: why for key, why in self.reasons.items() if key in self.settings.given}
+        values = self.rampup_values()
+        left_out = {key: why for key, why in self.reasons.items() if key in self.settings.given}
         for key in sorted((self.settings.given - {*values, *self.expressed, *left_out}) | self.settings.others.keys()):
             left_out[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
         return Conversion(values=values, left_out=left_out)

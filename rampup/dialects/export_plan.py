@@ -138,7 +138,8 @@ def _export_maxtext(run: _Run) -> Exported:
     for axis, slices in zip(AXES, plan.axes.slices, strict=True):
         values |= {f"ici_{axis}_parallelism": getattr(plan.axes, axis) // slices, f"dcn_{axis}_parallelism": slices}
     if plan.splitter.num_stages > 1:
-        layers, repeats = config.base_num_decoder_layers, plan.splitter.num_repeats
+        layers = config.base_num_decoder_layers
+        repeats = plan.splitter.num_repeats
         values |= {
             # One number for all batches: the smallest, as each batch is one pass.
             "num_pipeline_microbatches": min(split.num_pipeline_microbatches for split in plan.splits),
@@ -157,11 +158,13 @@ def _export_maxtext(run: _Run) -> Exported:
     values["per_device_batch_size"] = per_device(last.global_batch_size, values["gradient_accumulation_steps"])
     notes = list(run.notes(clocks=("steps",)))
     if ramp:
-        start, growth = plan.ramp.sizes[0], plan.ramp.sizes[1] - plan.ramp.sizes[0]
+        start = plan.ramp.sizes[0]
+        growth = plan.ramp.sizes[1] - plan.ramp.sizes[0]
         # MaxText counts every phase from zero, n steps of size b for a share of (n - 1) * b < share <= n * b samples.
         least, most = 0, plan.ramp.ramp_samples * len(ramp)
         for before, phase in itertools.pairwise(plan.ramp.phases):
-            size, after = before.global_batch_size, phase.global_batch_size
+            size = before.global_batch_size
+            after = phase.global_batch_size
             reason = f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows by the same number in every phase"
             run.require(growth > 0 and after - size == growth, "batch_size_schedule", reason)
             assert before.num_steps is not None
@@ -198,7 +201,8 @@ def _export_megatron(run: _Run) -> Exported:
     splitter = run.plan.splitter
     run.require_axes("tensor", "context", "pipeline")
     for before, phase in itertools.pairwise(plan.ramp.phases):
-        size, after = before.global_batch_size, phase.global_batch_size
+        size = before.global_batch_size
+        after = phase.global_batch_size
         reason = f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer stops"
         run.require(after > size, "batch_size_schedule", reason)
     values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
@@ -274,7 +278,8 @@ def _export_olmo_core(run: _Run) -> Exported:
     plan, length = run.plan, run.config.max_target_length
     run.require_axes("tensor", "context", "pipeline")
     for before, phase in itertools.pairwise(plan.ramp.phases):
-        size, after = before.global_batch_size, phase.global_batch_size
+        size = before.global_batch_size
+        after = phase.global_batch_size
         reason = f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or divides the batch by a whole number"
         run.require(max(size, after) % min(size, after) == 0, "batch_size_schedule", reason)
         aligned = -(-phase.start_sample // after) * after

@@ -49,7 +49,8 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
         if value.isdecimal() or has_unknown(value):
             found |= dict.fromkeys(_VARIABLES.get(option, ()), value)
             found |= {"SLURM_GPUS_ON_NODE": value} if option == "--gpus-per-node" else {}
-    nodes, each = found.get("SLURM_NNODES", ""), found.get("SLURM_NTASKS_PER_NODE", "")
+    nodes = found.get("SLURM_NNODES", "")
+    each = found.get("SLURM_NTASKS_PER_NODE", "")
     if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
         found |= dict.fromkeys(_VARIABLES["--ntasks"], str(int(nodes) * int(each)))
     return found

@@ -43,12 +43,21 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, restarted_segments
 from rampup.plan.timetable import bubble_fraction
 
-START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
-EVAL, SAMPLES, ACCUMULATION = "eval_per_device_batch_size", "global_rampup_samples", "gradient_accumulation_steps"
-MICROBATCHES, REPEATS, LAYERS = "num_pipeline_microbatches", "num_pipeline_repeats", "pipeline_parallel_layers"
-EXPANSION, DELAY = "expansion_factor_real_data", "pipeline_delay_activation_forwarding"
-RAMP, STAGE_LAYERS = "enable_rampup_batch_size", "num_layers_per_pipeline_stage"
-SHARD_OPTIMIZER, TUNIX = "shard_optimizer_over_data", "use_tunix_gradient_accumulation"
+START = "per_device_batch_size_start"
+INCREMENT = "per_device_batch_size_increment"
+END = "per_device_batch_size"
+EVAL = "eval_per_device_batch_size"
+SAMPLES = "global_rampup_samples"
+ACCUMULATION = "gradient_accumulation_steps"
+MICROBATCHES = "num_pipeline_microbatches"
+REPEATS = "num_pipeline_repeats"
+LAYERS = "pipeline_parallel_layers"
+EXPANSION = "expansion_factor_real_data"
+DELAY = "pipeline_delay_activation_forwarding"
+RAMP = "enable_rampup_batch_size"
+STAGE_LAYERS = "num_layers_per_pipeline_stage"
+SHARD_OPTIMIZER = "shard_optimizer_over_data"
+TUNIX = "use_tunix_gradient_accumulation"
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
 AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "data": ("diloco", "data"),
@@ -169,7 +178,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
     leaves = _read_slices(reading.command) | dict(reading.leaves)
     name = given[-1].partition("=")[2] if given else ""
-    folder, seen = Path(reading.path).parent, [os.path.realpath(reading.path)]
+    folder = Path(reading.path).parent
+    seen = [os.path.realpath(reading.path)]
     if reading.command is not None and not name:
         name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
         place = reading.command.locate(name, name)
@@ -195,7 +205,8 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         seen.append(os.path.realpath(file))
         below = read_source(file, (), launch).rename(launch.canonical)
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
-        name, folder = place.value if isinstance(place.value, str) else "", file.parent
+        name = place.value if isinstance(place.value, str) else ""
+        folder = file.parent
         own_bases |= below.leaves
         leaves = {**below.leaves, **leaves}
 
@@ -573,7 +584,8 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
         )
     for key in (START, INCREMENT, END) if job.ramps else (END,):
-        exact, truncated = Fraction(job.num_devices) * job[key], job.global_size(key)
+        exact = Fraction(job.num_devices) * job[key]
+        truncated = job.global_size(key)
         if exact != truncated:
             yield f"{product_text(job, key)} is truncated to {truncated}, in floating point; rampup reports an error"
     if 0 < expansion < 1:
@@ -656,7 +668,8 @@ VOCAB_TILING = "num_vocab_tiling"
 
 def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
     """Return the candidates of a size per device, which is a fraction."""
-    value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
+    value = max(Fraction(job[key]), Fraction(0))
+    increment = abs(Fraction(job[INCREMENT]))
     steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
     origin = job[START] if job.ramps and key == END else 0
     found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
@@ -664,7 +677,8 @@ def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
 
 
 def _increments_near(job: MaxTextJob) -> Iterable[Any]:
-    span, value = Fraction(job[END]) - Fraction(job[START]), Fraction(job[INCREMENT])
+    span = Fraction(job[END]) - Fraction(job[START])
+    value = Fraction(job[INCREMENT])
     return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
 
 

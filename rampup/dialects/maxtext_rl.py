@@ -17,14 +17,18 @@ from rampup.dialects.rules import Dialect, Rule, at_least, multiple
 from rampup.dialects.verdict import Run, counted, times
 from rampup.plan.numbers import divisors
 
-BATCH, GENERATIONS, ITERATIONS = "batch_size", "rl.num_generations", "rl.num_iterations"
+BATCH = "batch_size"
+GENERATIONS = "rl.num_generations"
+ITERATIONS = "rl.num_iterations"
 LOSS = "rl.loss_agg_mode"
 LOSSES = {
     "token-mean": "every token of the batch counts alike, so long responses weigh more",
     "sequence-mean-token-mean": "every response counts alike, whatever its length",
     "sequence-mean": "not known to Tunix",
 }
-TRAIN, ROLLOUT, OLD = "train_micro_batch_size", "rollout_micro_batch_size", "micro_batch_size"
+TRAIN = "train_micro_batch_size"
+ROLLOUT = "rollout_micro_batch_size"
+OLD = "micro_batch_size"
 ROLLOUT_AXES = ("rollout_tensor_parallelism", "rollout_data_parallelism", "rollout_expert_parallelism")
 SLICES = ("num_trainer_slices", "num_samplers_slices")
 AXES = tuple(f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes)
@@ -217,7 +221,8 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
         yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
         if LOSS in job.settings.given:
             yield f"{LOSS} does not reach the agentic learner, which has its own default"
-    sequences, fsdp = job.train_micro * job.samples_per_prompt, job.fsdp
+    sequences = job.train_micro * job.samples_per_prompt
+    fsdp = job.fsdp
     if fsdp is None:
         yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {sequences:,} sequences divide over it"
     elif sequences % fsdp:

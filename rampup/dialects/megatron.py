@@ -44,16 +44,25 @@ from rampup.plan.split import BatchSplitter
 from rampup.plan.timetable import bubble_fraction
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
-MICRO, GLOBAL, DECREASE = "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed"
-TENSOR, STAGES, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+MICRO = "micro_batch_size"
+GLOBAL = "global_batch_size"
+DECREASE = "decrease_batch_size_if_needed"
+TENSOR = "tensor_model_parallel_size"
+STAGES = "pipeline_model_parallel_size"
+CONTEXT = "context_parallel_size"
 MODEL_AXES = (TENSOR, STAGES, CONTEXT)
-VIRTUAL, PER_CHUNK = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
-GROUP, OVERLAP = "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"
-LAYERS, LAYOUT, PARTITION = "num_layers", "pipeline_model_parallel_layout", "pp_partition_method"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
+GROUP = "microbatch_group_size_per_vp_stage"
+OVERLAP = "overlap_p2p_comm"
+LAYERS = "num_layers"
+LAYOUT = "pipeline_model_parallel_layout"
+PARTITION = "pp_partition_method"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 VERSION = "megatron_version"
-EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
+EVAL_MICRO = "eval_micro_batch_size"
+EVAL_GLOBAL = "eval_global_batch_size"
 # What splits layers over stages in another way than evenly.
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
@@ -244,7 +253,8 @@ def read_options(command: Command) -> dict[str, Located]:
             continue
         written, equals, attached = word.partition("=")
         following = itertools.takewhile(lambda other: not other.startswith("--"), command.words[index + 1 :])
-        name, values = canonical(written), [attached] if equals else list(following)
+        name = canonical(written)
+        values = [attached] if equals else list(following)
         value: Any = True
         if name == RAMP:
             value = " ".join([v for v in values if re.match(r"[-+\d]", v) or unknown_names(v)] or values[:1])

@@ -270,7 +270,8 @@ def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry])
             alike = {above: key for above, _, other, key in missing if other == last}
         written = last if parent in parents else parent
         if close := [alike[found] for found in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR)]:
-            said, place = f"unknown key {name!r}; did you mean {close[0]}?", located[name]
+            said = f"unknown key {name!r}; did you mean {close[0]}?"
+            place = located[name]
             yield ConfigError(said, key=name, nearest=close, path=place.path, line=place.line)
 
 

@@ -129,7 +129,8 @@ class RolloutJob(Job):
             size = None if model.micro is None else Size(count=model.micro, unit="samples", scope="replica")
             if model.tokens is not None:
                 size = Size(count=model.tokens, unit="tokens", scope="replica")
-            mini, replicas = Size(count=model.mini_batch, unit=unit), model.replicas
+            mini = Size(count=model.mini_batch, unit=unit)
+            replicas = model.replicas
             trainings.append(Training(mini_batch=mini, microbatch=size, data_parallel_size=replicas, num_epochs=model.epochs))
         policy, critic = (*trainings, None)[:2]
         assert policy is not None
@@ -151,7 +152,8 @@ def batch_meanings(job: RolloutJob, prompts: str, responses: str, mini_batch: st
     yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
     yield responses, f"{counted(job.samples, 'sample')} per training step, generated together"
     for model in job.trained.values():
-        size, number = counted(model.mini_samples, "sample"), counted(job.num_mini_batches(model), "mini batch")
+        size = counted(model.mini_samples, "sample")
+        number = counted(job.num_mini_batches(model), "mini batch")
         if model is job.policy:
             text = f"prompts, whole job: {size} per optimizer step, {number} per pass over the step's samples"
             yield mini_batch, text

@@ -227,7 +227,8 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
                 first = key
                 break
         ordered = (first, *(key for key in rule.keys if key != first))
-        message, words = rule.message(job), {True: "true", False: "false", None: "null"}
+        message = rule.message(job)
+        words = {True: "true", False: "false", None: "null"}
         if nearest:
             shown = (words[value] if value is None or isinstance(value, bool) else str(value) for value in nearest)
             message += f"; nearest {first}: {', '.join(shown)}"

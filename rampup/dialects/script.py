@@ -468,7 +468,8 @@ class _Reader:
 
     def loop(self, node: Node, step: Callable[[], bool | None]) -> None:
         """Evaluate a loop. `step` prepares a pass; it returns whether there is one, None if that is not known."""
-        body, endless = node.parts[-1], _Why("", f"the loop in line {node.line} is not followed to its end")
+        body = node.parts[-1]
+        endless = _Why("", f"the loop in line {node.line} is not followed to its end")
         outer, self.left = self.left, []
         is_broken = is_long = False
         for number in itertools.count():
@@ -687,7 +688,8 @@ class _Reader:
 
     def shift(self, count: str) -> bool | None:
         """Drop the first positional parameters, if there are so many."""
-        arguments, number = self.env["@"], int(count) if count.isdecimal() else 1
+        arguments = self.env["@"]
+        number = int(count) if count.isdecimal() else 1
         if isinstance(arguments, str) or has_unknown(count):
             self.env["@"] = mark("@")
             return None
@@ -820,7 +822,8 @@ class _Reader:
         number = len(self.commands)
         word = words[place]
         before = words[:place]
-        arguments, sourced = words[place + 1 :], words[0] in ("source", ".")
+        arguments = words[place + 1 :]
+        sourced = words[0] in ("source", ".")
         command = Command(tuple(words), line, str(self.path), script=word, places=self.places)
         self.commands.append(command)
         try:
@@ -1179,7 +1182,8 @@ class _Reader:
             return _replace(value, pattern, self.text(new), everywhere=sign == "//")
         if rest[0] == ":":
             first, _, length = rest[1:].partition(":")
-            start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
+            start = self.arithmetic(first)
+            size = self.arithmetic(length) if length else str(len(value))
             if not (re.fullmatch(r"-?\d+", start) and re.fullmatch(r"-?\d+", size)):
                 return mark("${...}")
             return value[int(start) :][: int(size)]

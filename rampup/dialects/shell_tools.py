@@ -68,7 +68,8 @@ def print_output(words: Sequence[str], text: str) -> str | None:
             return _print_formatted(form, values)
         case "seq", _ if rest and all(re.fullmatch(r"-?\d{1,9}", word) for word in rest) and len(rest) <= 3:
             numbers = list(map(int, rest))
-            first, step = numbers[0] if len(rest) > 1 else 1, numbers[1] if len(rest) == 3 else 1
+            first = numbers[0] if len(rest) > 1 else 1
+            step = numbers[1] if len(rest) == 3 else 1
             found = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
             return "".join(f"{number}\n" for number in found) if len(found) <= MAX_NUMBERS else None
         case "wc", ["-w"]:

@@ -18,11 +18,15 @@ from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
-TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+TRAIN = "trainer.train_batch_size"
+MINI = "trainer.policy_mini_batch_size"
 CRITIC_MINI = "trainer.critic_mini_batch_size"
-MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
-RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
-COLOCATE, COLOCATE_REF = "trainer.placement.colocate_all", "trainer.placement.colocate_policy_ref"
+MICRO = "trainer.micro_train_batch_size_per_gpu"
+FORWARD = "trainer.micro_forward_batch_size_per_gpu"
+RESPONSES = "generator.n_samples_per_prompt"
+WORKERS = "trainer.fully_async.num_parallel_generation_workers"
+COLOCATE = "trainer.placement.colocate_all"
+COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
 # Of each model: the keys of its devices per node and nodes; its Megatron sizes, which multiply to the devices that share a
 # sample; and the devices that share a sequence.

@@ -33,7 +33,9 @@ from rampup.errors import ConfigError
 from rampup.rl.plan import RolloutPlan
 
 TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
-ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo_epochs"
+ROLLOUTS = "method.num_rollouts"
+CHUNK = "method.chunk_size"
+INNER = "method.ppo_epochs"
 KEYS: dict[str, Entry] = {
     TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples"),
     MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
@@ -128,7 +130,8 @@ class TrlxJob(RolloutJob):
             return
         # Passes of an optimizer step, and of the first, which is short if fewer samples than a batch are collected.
         self.passes: int = self.batch // self.micro
-        self.first_passes, self.global_batch = self.passes, self.batch * self.replicas
+        self.first_passes = self.passes
+        self.global_batch = self.batch * self.replicas
         if not self.ppo:
             return
 
@@ -146,7 +149,8 @@ class TrlxJob(RolloutJob):
             last = -(-(rest + 1) // self.chunk)
             self.num_chunks = rounds * -(-self.prompts_per_pass // self.chunk) + last
             self.collected = rounds * self.prompts_per_pass + min(last * self.chunk, self.prompts_per_pass)
-        self.prompts, self.samples_per_prompt = self.collected * self.replicas, 1
+        self.prompts = self.collected * self.replicas
+        self.samples_per_prompt = 1
         self.train("policy", self.global_batch, self.replicas, micro=self.micro, epochs=self[INNER])
         self.mini_batches: int = -(-self.collected // self.batch)
         self.last_batch = self.collected - (self.mini_batches - 1) * self.batch  # the last one may be short
@@ -182,7 +186,8 @@ class TrlxJob(RolloutJob):
         if not self.ppo:
             return derived
         # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
-        eval_prompts, num_prompts = self.global_batch, self["num_prompts"]
+        eval_prompts = self.global_batch
+        num_prompts = self["num_prompts"]
         derived |= {
             "rollouts_per_process": self.collected,
             "samples_per_step": self.samples,

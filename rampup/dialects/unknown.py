@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 # The kinds of markers; `script.py` says what they mean.
-UNSET, ARGUMENT, UNKNOWN, OPTIONS = "\ue000", "\ue001", "\ue002", "\ue003"
+UNSET = "\ue000"
+ARGUMENT = "\ue001"
+UNKNOWN = "\ue002"
+OPTIONS = "\ue003"
 # A marker is a kind, a name, perhaps a reason behind the first of these, and the second.
 _WHY, _END = "\ue007", "\ue004"
 _HIDDEN = 0xF0000  # added to the characters of a reason, so that no part of it means anything to a shell

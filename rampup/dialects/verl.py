@@ -36,14 +36,19 @@ from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors
 from rampup.rl.plan import RolloutPlan
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
 MINI, MICRO, OLD_MICRO = (f"{ACTOR}.ppo_{name}" for name in ("mini_batch_size", "micro_batch_size_per_gpu", "micro_batch_size"))
-BUDGET, EPOCHS, DYNAMIC = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
+BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+EPOCHS = f"{ACTOR}.ppo_epochs"
+DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
 LOG_PROB, OLD_LOG_PROB = (f"{ROLLOUT}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
 REF_LOG_PROB, OLD_REF_LOG_PROB = (f"{REF}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
 CRITIC_MINI = "critic.ppo_mini_batch_size"
-CRITIC_MICRO, OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size"
+CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu"
+OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size"
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
 _FSDP = {"actor": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp", "ref": f"{REF}.fsdp_config"}
@@ -59,11 +64,15 @@ MODEL_SIZES = {"megatron": MEGATRON_SIZES, "torchtitan": TORCHTITAN_SIZES, "veom
 STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
-GEN, FILTER, REFILL = "data.gen_batch_size", "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
+GEN = "data.gen_batch_size"
+FILTER = "algorithm.filter_groups.enable"
+REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."
-ASYNC_BATCHES, ASYNC_SYNC = f"{ASYNC}require_batches", f"{ASYNC}trigger_parameter_sync_step"
-ROLLOUT_DEVICES, ROLLOUT_NODES = "rollout.n_gpus_per_node", "rollout.nnodes"
+ASYNC_BATCHES = f"{ASYNC}require_batches"
+ASYNC_SYNC = f"{ASYNC}trigger_parameter_sync_step"
+ROLLOUT_DEVICES = "rollout.n_gpus_per_node"
+ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
 MODES = ("sync", "colocate_async", "separate_async")
 
@@ -149,7 +158,8 @@ _MEGATRON: dict[str, Any] = {PARENT: "ppo_megatron_trainer"}
 _ASYNC_SIZES = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
 _ASYNC_SIZES |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
-_ONE_STEP_OFF, _DAPO = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}, {**_OLDER, GEN: f"${{{TRAIN}}}"}
+_ONE_STEP_OFF = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}
+_DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
 _BOTH: dict[str, Any] = {"fully_async_ppo": _ASYNC_SIZES, "one_step_off_ppo": _ONE_STEP_OFF, "transfer_queue_ppo": {}}
 _BOTH |= {"dapo": _DAPO, "dapo_qat": _DAPO}
 
@@ -605,7 +615,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
             f"the file does not size the inference engines, and {size} is {job[size]:,} by default, "
             f"which does not divide {counted(job.rollout_devices, 'device')}."
         )
-    strategy, given = job.strategies["actor"], job[f"{ACTOR}.strategy"]
+    strategy = job.strategies["actor"]
+    given = job[f"{ACTOR}.strategy"]
     if given not in (None, strategy) and job.foreign_strategy(f"{ACTOR}.strategy") is None:
         yield f"{ACTOR}.strategy={given} is read by the check alone; the engine is {strategy}, by model_engine."
     sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
@@ -632,7 +643,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
 
 
 DEVICES = "trainer.n_gpus_per_node"
-PACKING, CRITIC_PACKING = "actor_rollout_ref.model.use_remove_padding", "critic.model.use_remove_padding"
+PACKING = "actor_rollout_ref.model.use_remove_padding"
+CRITIC_PACKING = "critic.model.use_remove_padding"
 MINIS = {"actor": MINI, "critic": CRITIC_MINI}
 Rules = list[Rule[VerlJob]]
 Condition = Callable[[VerlJob], bool]

@@ -85,7 +85,8 @@ class AccumulatedLoss:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
         if totals.noise is not None and not takes_whole:
-            problem, key = "needs a loss function that takes whole parameters", "measure_gradient_noise"
+            problem = "needs a loss function that takes whole parameters"
+            key = "measure_gradient_noise"
             why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
             raise ConfigError(f"{key}=true {problem}: {why}", key=key, nearest=(False,))
         # A plan whose buffer has room for one microbatch runs one in every step.
@@ -128,7 +129,8 @@ class AccumulatedLoss:
         `params` are the parameters or their shapes. With `has_one`, the buffer has one microbatch, which runs. Without
         `has_grads`, the function evaluates: it reads `totals.mutable` and does not carry it.
         """
-        axes, takes_whole = BatchAxes.of(mesh, self.batch_axes), self.param_shardings is None
+        axes = BatchAxes.of(mesh, self.batch_axes)
+        takes_whole = self.param_shardings is None
         if not takes_whole:
             if is_scattered(param_shardings, axes):
                 problem = "shard_optimizer_over_data=true needs a loss function that takes whole parameters"
@@ -164,7 +166,8 @@ class AccumulatedLoss:
                 return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
-            weights, shapes = None, jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
+            weights = None
+            shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
                 weights = total(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
@@ -264,7 +267,8 @@ def accumulate(
         ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with `whole_batch`.
     """
     loss: Any = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
-    number, K = num_microbatches, jax.tree.leaves(batch_KR)[0].shape[0]
+    number = num_microbatches
+    K = jax.tree.leaves(batch_KR)[0].shape[0]
     if whole_batch and K != 1:
         rule = f"whole_batch=True takes a buffer of one microbatch, which is the whole batch, but this one has room for {K}"
         raise ConfigError(f"{rule}; make its batches with plan.with_whole_batches()", key="whole_batch", nearest=(False,))
@@ -280,7 +284,8 @@ def accumulate(
         run = own.summation(params, mesh, param_shardings, has_one=has_one)
         return run(params, batch_KR, keys_KR, number, Totals(mutable=mutable))
 
-    args, whole = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable), replicated(mesh)
+    args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
+    whole = replicated(mesh)
     results = Sums(floating(shardings[0], params), whole, whole, whole, shardings[1], whole)
     sums: Sums = call_with_auto_axes(sum_up, mesh, args, results)
     if not is_traced:

@@ -64,7 +64,8 @@ def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: i
         >>> layout_of(plan, plan.splits[0], 10_000)
         BufferLayout(rows=4, chunk_size=3, num_chunks=7)
     """
-    rows, most = split.data_parallel_size * split.microbatch_size, plan.max_microbatches[split.microbatch_size]
+    rows = split.data_parallel_size * split.microbatch_size
+    most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
         chunk_size = most if most * rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
     return BufferLayout(rows=rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size))
@@ -136,7 +137,8 @@ def put_batch(
             path, _ = jax.tree.leaves_with_path(batch_nR)[number]
             raise DataError(f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}") from None
     layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
-    sharding, K = batch_sharding(mesh, leading=1, axes=batch_axes), layout.chunk_size
+    sharding = batch_sharding(mesh, leading=1, axes=batch_axes)
+    K = layout.chunk_size
     firsts = range(0, len(arrays[0]), K)
     chunks = [[_global_array(x[first : first + K], layout, sharding) for x in arrays] for first in firsts]
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
@@ -164,7 +166,8 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
     lost = narrow != x_nR if dtype.kind in "iu" else ~np.isfinite(narrow)
     if lost.any() and (dtype.kind in "iu" or (lost := lost & np.isfinite(x_nR)).any()):
         place = np.unravel_index(np.argmax(lost), lost.shape)
-        row, fix = name_row(int(place[0] * x_nR.shape[1] + place[1])), "split" if dtype.kind in "iu" else "scale"
+        row = name_row(int(place[0] * x_nR.shape[1] + place[1]))
+        fix = "split" if dtype.kind in "iu" else "scale"
         raise DataError(f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number, or set jax_enable_x64")
     return narrow
 

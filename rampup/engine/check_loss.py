@@ -205,7 +205,8 @@ class _Evaluations:
         return _named(jax.device_get(self._programs[len(keys)](*args)))
 
     def _compile(self, args: tuple[Any, ...]) -> Any:
-        mesh, whole = auto_view(self._on_device.mesh), PartitionSpec()
+        mesh = auto_view(self._on_device.mesh)
+        whole = PartitionSpec()
 
         def traced() -> Any:
             evaluate = own_constraints()(functools.partial(_evaluate, self._loss_fn, self._draws_alike))
@@ -394,7 +395,9 @@ def _coarsest_epsilon(jaxpr: ClosedJaxpr) -> float:
 
 def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
     """Yield what makes a loss depend on how a batch is split."""
-    rows, alike, own = tuple(range(R)), (0,) * R, tuple(range(1, R + 1))
+    rows = tuple(range(R))
+    alike = (0,) * R
+    own = tuple(range(1, R + 1))
     whole = loss.sums(rows, alike)
     try:
         singles = [loss.sums((row,), (0,)) for row in rows]
@@ -427,7 +430,8 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
     interacts = any(_main(loss.differing(*_exchange(loss, place, own))) for place in range(R - 1))
     kinds: list[str] = []
     if interacts:
-        is_mean, is_quotient = factor is not None and 0 < factor < 0.99 * R, _is_quotient(loss, alike)
+        is_mean = factor is not None and 0 < factor < 0.99 * R
+        is_quotient = _is_quotient(loss, alike)
         # A mean over tokens is a quotient too.
         kinds = ["mean"] * is_mean + ["denominators"] * (is_quotient and not is_mean) + ["interacting rows"] * (not is_quotient)
     elif _main(wrong):

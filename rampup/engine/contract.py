@@ -82,7 +82,8 @@ def check_results(
     if carries and keeps_mutable:
         leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
         changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
-        was, now = jax.tree.structure(args[3]), jax.tree.structure(carried[0])
+        was = jax.tree.structure(args[3])
+        now = jax.tree.structure(carried[0])
         if changes or was != now:
             change = changes[0] if changes else f"it was {was} and is {now}"
             raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
@@ -145,7 +146,9 @@ def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
         return
     for path, leaf in jax.tree.leaves_with_path(aux):
         if path in other and other[path].shape != np.shape(leaf):
-            name, found, more = f"aux{jax.tree_util.keystr(path)}", list(np.shape(leaf)), list(other[path].shape)
+            name = f"aux{jax.tree_util.keystr(path)}"
+            found = list(np.shape(leaf))
+            more = list(other[path].shape)
             raise ConfigError(
                 f"{name} of the loss function has values for single rows: its shape is {found} for {R} rows and {more} for "
                 f"{2 * R}. A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)",

@@ -19,7 +19,10 @@ from rampup.errors import ConfigError
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.plan import RampPlan
 
-DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
+DATA = "data"
+FSDP = "fsdp"
+TENSOR = "tensor"
+STAGE = "stage"
 AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)
 
 

@@ -71,7 +71,8 @@ def split_model(
     check_signature(loss_fn)
     filters = wrt, nnx.Param, nnx.RngState, nnx.Intermediate, ...
     graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
-    has_frozen, has_rest = bool(jax.tree.leaves(frozen)), bool(jax.tree.leaves(rest))
+    has_frozen = bool(jax.tree.leaves(frozen))
+    has_rest = bool(jax.tree.leaves(rest))
     # Frozen arrays come from the state, as arguments of the program. In a closure they would be constants of it.
     none_frozen = None if has_frozen else frozen
 

@@ -132,7 +132,9 @@ class LearningRate:
 
         Progress goes from 0 to 1 over the schedule. With Seesaw, the rate after warm-up is `level` times the peak.
         """
-        peak, final, warmup = self.peak, self.peak * self.final_fraction, self.warmup_fraction
+        peak = self.peak
+        final = self.peak * self.final_fraction
+        warmup = self.warmup_fraction
         if self.plan.seesaw is None:
             after = peak + (final - peak) * decay_progress(
                 progress,

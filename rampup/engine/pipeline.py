@@ -288,7 +288,8 @@ class Stage:
         self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, totals: Totals, param_shardings: Any
     ) -> None:
         self.loss, self.shared, self.totals = loss, shared, totals
-        self.shardings, self.with_grads = param_shardings, param_shardings is not None
+        self.shardings = param_shardings
+        self.with_grads = param_shardings is not None
         self.batch_KR, self.keys_KR = rows
         self.p, self.v = mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
@@ -296,7 +297,8 @@ class Stage:
         self.chunks = jax.tree.map(self._as_chunks, layers)
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
         # Ticks from the first forward of a pass to its first backward, and slots for the inputs of forwards.
-        self.lag, self.ring_size = self.v * self.p - 1, 2 * self.v * self.p - 1
+        self.lag = self.v * self.p - 1
+        self.ring_size = 2 * self.v * self.p - 1
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
         other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
@@ -312,7 +314,8 @@ class Stage:
             grads = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), (self.chunks, self.shared))
         meter, noise = self.totals.noise, None
         if meter is not None:
-            K, geometries = self.keys_KR.shape[0], 1 if meter.moments is None else 2
+            K = self.keys_KR.shape[0]
+            geometries = 1 if meter.moments is None else 2
             dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(grads))
             noise = NoiseSums(jnp.zeros((geometries, *meter.shards, K), dtype), jnp.zeros((K,), weight.dtype))
         return Sums(grads, loss, weight, aux, noise=noise)
@@ -336,7 +339,8 @@ class Stage:
 
         def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
-            group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
+            group = unit // (self.v * self.p)
+            rest = unit % (self.v * self.p)
             k, turn = group * self.p + rest % self.p, rest // self.p
             is_real = (unit >= 0) & (k < m)
             return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
@@ -564,10 +568,12 @@ def check_shapes(
         )
     num_layers = sizes.pop()[0]
     if num_layers % (p * v):
-        nearest, key = nearest_multiples(num_layers, p * v), "base_num_decoder_layers"
+        nearest = nearest_multiples(num_layers, p * v)
+        key = "base_num_decoder_layers"
         rule = f"{key}={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = {p * v}"
         raise PipelineShapeError(f"{rule}; nearest: {', '.join(map(str, nearest))}", key=key, nearest=nearest)
-    num_rows, batch_axes = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes)
+    num_rows = keys_KR.shape[1]
+    batch_axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = batch_axes.num_replicas(mesh)
     if num_rows % replicas:
         rule = f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}"
@@ -610,7 +616,8 @@ def check_shapes(
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
     both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
     if both:
-        problem, key = f"the first and the last part of the pipeline share {', '.join(both)}", "measure_gradient_noise"
+        problem = f"the first and the last part of the pipeline share {', '.join(both)}"
+        key = "measure_gradient_noise"
         why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
         fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
         raise PipelineShapeError(f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,))

@@ -17,9 +17,13 @@ from rampup.errors import ConfigError
 
 FOLDER = "rampup"
 # Seconds after which a process says for whom it waits, at the start and at a meeting before a program, and then says so again.
-_QUIET_SECONDS, _QUIET_SECONDS_OF_MEETING, _AGAIN_SECONDS = 10.0, 30.0, 60.0
+_QUIET_SECONDS = 10.0
+_QUIET_SECONDS_OF_MEETING = 30.0
+_AGAIN_SECONDS = 60.0
 _MEETING_SECONDS = 24 * 3600
-_meeting_numbers, _gather_numbers, _problem_numbers = itertools.count(), itertools.count(), itertools.count()
+_meeting_numbers = itertools.count()
+_gather_numbers = itertools.count()
+_problem_numbers = itertools.count()
 
 
 def is_primary() -> bool:
@@ -48,7 +52,8 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 
 def gather_from_all(value: str) -> list[str]:
     """Return the values of all processes, in every process. They call this equally often, and may come hours apart."""
-    count, folder = jax.process_count(), f"{FOLDER}/all{next(_gather_numbers)}"
+    count = jax.process_count()
+    folder = f"{FOLDER}/all{next(_gather_numbers)}"
     if count == 1:
         return [value]
     kv_store().key_value_set(f"{folder}/{jax.process_index()}", value)
@@ -99,7 +104,8 @@ def wait_for_all(mesh: Mesh) -> None:
     if count == 1 or len({device.process_index for device in mesh.devices.flat}) < count:
         return
     check_joined()
-    own, folder = jax.process_index(), f"{FOLDER}/meeting{next(_meeting_numbers)}"
+    own = jax.process_index()
+    folder = f"{FOLDER}/meeting{next(_meeting_numbers)}"
     with announced(f"process {own} of {count} waits for process 0", _QUIET_SECONDS_OF_MEETING) as waiting:
         kv_store().key_value_set(f"{folder}/{own}", "")
         # One process looks at all: as many messages as processes, and not their square.

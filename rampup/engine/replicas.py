@@ -160,7 +160,9 @@ class Replicas:
         The other axes stay automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which
         the compiler does well.
         """
-        mesh, axes, takes_shards = self.mesh, self.axes, self.shards is not None
+        mesh = self.mesh
+        axes = self.axes
+        takes_shards = self.shards is not None
         manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
         whole = PartitionSpec()
         if in_specs is None:

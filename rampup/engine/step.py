@@ -209,9 +209,15 @@ class TrainStep:
         if several and wait_for_compilation is False:
             problem = "wait_for_compilation=false is for a single process: several would change shapes at different steps"
             raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
-        self.tx, self.measures_noise = update.tx, update.measures_noise
-        self._update, self._plan, self._mesh, self._batch_axes = update, plan, mesh, update.batch_axes
-        self._is_fused, self._donate, self._checks_loss = engine == "fused", donate, check_loss
+        self.tx = update.tx
+        self.measures_noise = update.measures_noise
+        self._update = update
+        self._plan = plan
+        self._mesh = mesh
+        self._batch_axes = update.batch_axes
+        self._is_fused = engine == "fused"
+        self._donate = donate
+        self._checks_loss = check_loss
         self._chunk_size = None if self._is_fused else 1
         # The layouts of the batches so far. What a plan's layouts are depends on the size of a row.
         self._layouts: set[BufferLayout] = set()
@@ -478,7 +484,8 @@ class TrainStep:
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
             run: Any = self._update.run_optimizer
-            loss_shape, segment = jax.ShapeDtypeStruct((), np.float32), self.segment_of(self._plan.clock[0])
+            loss_shape = jax.ShapeDtypeStruct((), np.float32)
+            segment = self.segment_of(self._plan.clock[0])
             traces: dict[str, Callable[[], Any]] = {
                 "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, loss_shape, segment),
                 "loss": lambda: jax.make_jaxpr(loss)(shapes, rows, keys),
@@ -547,7 +554,8 @@ class TrainStep:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
                 problem = f"{problem}; give chunk_size=1 to step_batches"
                 raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
-            planned, fix = ", ".join(map(str, layouts)), "make it with the same plan, and without chunk_size"
+            planned = ", ".join(map(str, layouts))
+            fix = "make it with the same plan, and without chunk_size"
             raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
 
     def _run(self, program: Any, update: Callable[..., Any], state: Any, *args: Any) -> Any:
@@ -566,8 +574,10 @@ class TrainStep:
         """Lower a program that maps a state, its `frozen` and further arguments to the next state and the metrics."""
         # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
         # all of it is replaced. `frozen` is not, nor is the batch: no result has its shape, and the padding is used again.
-        shardings, donated = shardings_of(state), 0 if self._donate else ()
-        results, views = (split_frozen(shardings)[0], replicated(self._mesh)), on_mesh(shardings, auto_view(self._mesh))
+        shardings = shardings_of(state)
+        donated = 0 if self._donate else ()
+        results = (split_frozen(shardings)[0], replicated(self._mesh))
+        views = on_mesh(shardings, auto_view(self._mesh))
 
         own = self._update
         try:
@@ -639,7 +649,8 @@ class EvalStep:
     def __init__(
         self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None, whole_batch: bool = False
     ) -> None:
-        self._loss, self._whole_batch = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch), whole_batch
+        self._loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
+        self._whole_batch = whole_batch
         self._loss_fn, self._batch_axes = loss_fn, batch_axes
         self._mesh = mesh
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))

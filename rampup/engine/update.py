@@ -90,7 +90,8 @@ class Update:
         if self.scatter_axes is not None:
             placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
-        totals, loss = self._totals(state, shardings, grad_shardings), self.bound_loss(state, shardings)
+        totals = self._totals(state, shardings, grad_shardings)
+        loss = self.bound_loss(state, shardings)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
             sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, totals, **options)
@@ -98,7 +99,8 @@ class Update:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
                 problem = f"`sums_and_grads` of {type(loss).__name__} does not use `totals.noise`"
-                fix, key = "see rampup.engine.contract.SummableLoss", "measure_gradient_noise"
+                fix = "see rampup.engine.contract.SummableLoss"
+                key = "measure_gradient_noise"
                 raise ConfigError(f"{key}=true: {problem}; {fix}", key=key, nearest=(False,))
             else:
                 with jax.named_scope("gradient_noise"):
@@ -113,7 +115,9 @@ class Update:
         with jax.named_scope("update"):
             new = self.run_optimizer(state, grads, metrics["loss"], segment)
         # The step number moves on in any case, and what the loss function carries also without a weight.
-        changes, mutable, scale = {"step": new.step}, sums.mutable, getattr(state, "dynamic_scale", None)
+        changes = {"step": new.step}
+        mutable = sums.mutable
+        scale = getattr(state, "dynamic_scale", None)
         if self.skip_nonfinite or scale is not None:
             # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
             # The selection reads the whole state once more, so a step of weight 0 alone is no reason to have it.
@@ -145,7 +149,8 @@ class Update:
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
-        loss, totals = self.bound_loss(state, shardings), self._totals(state)
+        loss = self.bound_loss(state, shardings)
+        totals = self._totals(state)
         with jax.named_scope("accumulate"):
             # One pass of one microbatch.
             options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}

@@ -116,7 +116,8 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
         return v.val if isinstance(v.val, (bool, int, float, complex)) else np.asarray(v.val)
 
     for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, [read(v) for v in eqn.invars]
+        name = eqn.primitive.name
+        inputs = [read(v) for v in eqn.invars]
         # Named scopes, `compute_on` and metadata for XLA belong to the operation. Which axes are manual does not.
         scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
@@ -210,7 +211,8 @@ def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> 
         return [constrain(x, NamedSharding(auto_view(mesh), PartitionSpec())) for x in inputs]
     # With a single index, it is a slice, as that of the loops over microbatches and layers.
     if (name == "gather" or name.startswith("scatter")) and inputs[1].ndim > 1:
-        operand, batching = inputs[0], params["dimension_numbers"].operand_batching_dims
+        operand = inputs[0]
+        batching = params["dimension_numbers"].operand_batching_dims
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if k in batching else None for k in range(operand.ndim)))
         return [constrain(operand, NamedSharding(auto_view(mesh), spec)), *inputs[1:]]

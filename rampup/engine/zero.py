@@ -129,7 +129,9 @@ def _routes(
     `whole` are those that every replica keeps whole. `alone` are those that automatic axes shard too, and `buffers` the others,
     those of one type in one buffer: index -> scattered dimension.
     """
-    whole, alone, by_type = list[int](), dict[int, int](), dict[Any, dict[int, int]]()
+    whole = list[int]()
+    alone = dict[int, int]()
+    by_type = dict[Any, dict[int, int]]()
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
         dims = [dim for dim, entry in enumerate(sharding.spec) if not set(axes.replica).isdisjoint(axis_names(entry))]

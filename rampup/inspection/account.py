@@ -111,7 +111,8 @@ class Account:
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for c in self.collectives:
             flags = {name: getattr(c, name) for name in ("in_loop", "in_branch", "overlapped", "between_slices")}
-            axes, empty = None if c.axes is None else list(c.axes), {"count": 0, "bytes": 0}
+            axes = None if c.axes is None else list(c.axes)
+            empty = {"count": 0, "bytes": 0}
             # Collectives over the two sides of a torus differ in the group alone.
             key = (c.kind, c.axes, c.group, c.group_size, *flags.values())
             row = rows.setdefault(key, {"kind": c.kind, "axes": axes, "group_size": c.group_size, **empty, **flags})
@@ -172,12 +173,16 @@ class Roofline:
 def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
     """Return the account of a program; `mesh` names its axes if the program does not."""
     mesh = mesh or program.mesh
-    collectives, seen, kernels = list[Collective](), set[tuple[Any, ...]](), dict[str, None]()
+    collectives = list[Collective]()
+    seen = set[tuple[Any, ...]]()
+    kernels = dict[str, None]()
     visits = list(program.visits())
     depths = range(1 + max(visit.open_loops for visit in visits))
-    flops, moved = [Counter[str]() for _ in depths], [0 for _ in depths]
+    flops = [Counter[str]() for _ in depths]
+    moved = [0 for _ in depths]
     for visit in visits:
-        instruction, operands = visit.instruction, visit.computation.operands(visit.instruction)
+        instruction = visit.instruction
+        operands = visit.computation.operands(visit.instruction)
         # The second half of an asynchronous collective does not count.
         kind = instruction.opcode.removesuffix("-start")
         between_slices = _BETWEEN_SLICES.search(instruction.attributes) if kind == "send" else None
@@ -308,7 +313,8 @@ def _groups(instruction: Instruction, num_devices: int) -> tuple[list[np.ndarray
 
 def _matmul_flops(instruction: Instruction, operands: Sequence[Instruction], kernels: dict[str, None]) -> tuple[int, str]:
     """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
-    text, is_call = instruction.attributes, instruction.opcode == "custom-call"
+    text = instruction.attributes
+    is_call = instruction.opcode == "custom-call"
     if is_call and 'custom_call_target="tpu_custom_call"' in text:
         if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', text):
             return int(estimate.group(1)), "bf16"
@@ -342,7 +348,8 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     if labels is None:
         return 0
     of_lhs, of_rhs, of_out = labels.groups()
-    out, window = instruction.arrays[0], re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    out = instruction.arrays[0]
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
     # Of every spatial dimension; a padding is written `low_high`.
     stated = dict(re.findall(r"(\w+)=([\d_x\-]+)", window.group(1) if window else ""))
     numbers = {name: [int(part.partition("_")[0]) for part in text.split("x")] for name, text in stated.items()}
@@ -350,11 +357,13 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     of_window = [numbers.get(name, [least] * spatial) for name, least in _WINDOW.items()]
     for d, (stride, low, dilate_in, dilate_kernel) in enumerate(zip(*of_window, strict=True)):
         kernel = rhs.dims[of_rhs.index(str(d))]
-        size_in, size_out = lhs.dims[of_lhs.index(str(d))], out.dims[of_out.index(str(d))]
+        size_in = lhs.dims[of_lhs.index(str(d))]
+        size_out = out.dims[of_out.index(str(d))]
         places = np.arange(size_out)[:, None] * stride - low + np.arange(kernel)[None, :] * dilate_kernel
         valid *= int(((places >= 0) & (places % dilate_in == 0) & (places // dilate_in < size_in)).sum())
     groups = instruction.number("batch_group_count") or 1
-    batch, features = lhs.dims[of_lhs.index("b")], out.dims[of_out.index("f")]
+    batch = lhs.dims[of_lhs.index("b")]
+    features = out.dims[of_out.index("f")]
     return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
 
 

@@ -22,14 +22,17 @@ _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE, _PARENTHESIS = re.compile(r"\s*([\w\-]+)\("), re.compile(r"[()]")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_PARENTHESIS = re.compile(r"[()]")
 _NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
-_BODY, _CONDITION = re.compile(r"\bbody=%?([\w.\-]+)"), re.compile(r"\bcondition=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-_MESH, _AXIS = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]"), re.compile(r"'([^']+)'=(\d+)")
+_MESH = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]")
+_AXIS = re.compile(r"'([^']+)'=(\d+)")
 # Operations that pass a value on unchanged, for finding where it comes from.
 _PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "opt-barrier", "optimization-barrier", "bitcast-convert",
             "copy-start", "copy-done"}  # fmt: skip
@@ -238,13 +241,16 @@ class Program:
             visit = around._replace(instruction=instruction, computation=computation)
             yield visit
             if instruction.opcode == "while":
-                trips, body = self.trips(instruction.name, computation.name), self.body(instruction)
+                trips = self.trips(instruction.name, computation.name)
+                body = self.body(instruction)
                 if body is not None:
-                    runs, open_loops = visit.runs * (1 if trips is None else trips), visit.open_loops + (trips is None)
+                    runs = visit.runs * (1 if trips is None else trips)
+                    open_loops = visit.open_loops + (trips is None)
                     loops = (*visit.loops, instruction.name)
                     yield from self.visits(body, visit._replace(runs=runs, open_loops=open_loops, loops=loops))
             elif instruction.opcode not in REDUCERS:
-                fused, in_branch = instruction.opcode == "fusion", instruction.opcode == "conditional"
+                fused = instruction.opcode == "fusion"
+                in_branch = instruction.opcode == "conditional"
                 inside = visit._replace(fused=visit.fused or fused, in_branch=visit.in_branch or in_branch)
                 for name in instruction.called:
                     if name in self.computations:
@@ -256,7 +262,8 @@ class Program:
         instruction = self.computations[computation].instructions[loop]
         if known := _KNOWN_TRIPS.search(instruction.attributes):
             return int(known.group(1))
-        body, condition = self.body(instruction), self.computations.get(loop_parts(instruction)[1])
+        body = self.body(instruction)
+        condition = self.computations.get(loop_parts(instruction)[1])
         if body is None or condition is None or not condition.instructions:
             return None
         # The condition is `counter < bound`. The counter has a start and a step.
@@ -266,7 +273,8 @@ class Program:
             return None
         is_greater = direction.group(1) in ("GT", "GE")
         counter = self.origin(test.operand(is_greater))
-        initial, bound = self.initial(counter), self._constant(test.operand(not is_greater))
+        initial = self.initial(counter)
+        bound = self._constant(test.operand(not is_greater))
         first = None if initial is None else self._constant(initial)
         next_ = self.origin(Value(body, body.root, counter.element))
         steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
@@ -301,7 +309,8 @@ REDUCERS = {
 
 def loop_parts(loop: Instruction) -> tuple[str, str]:
     """Return the names of a loop's body and condition."""
-    body, condition = _BODY.search(loop.attributes), _CONDITION.search(loop.attributes)
+    body = _BODY.search(loop.attributes)
+    condition = _CONDITION.search(loop.attributes)
     return body.group(1) if body else "", condition.group(1) if condition else ""
 
 

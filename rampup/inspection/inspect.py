@@ -103,7 +103,8 @@ class Inspection:
         for a in self.accumulators:
             arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
             by_type[a.dtype] = {"arrays": arrays + 1, "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes}
-        reductions, repeated = self.gradient_reductions, self.repeated_reductions
+        reductions = self.gradient_reductions
+        repeated = self.repeated_reductions
         return {
             "num_devices": self.num_devices,
             "loop_trips": list(self.loop_trips),
@@ -230,11 +231,13 @@ def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, 
         for leaf in jax.tree.leaves(arg if place else getattr(arg, "params", arg)):
             for part in getattr(getattr(leaf, "sharding", None), "spec", ()):
                 (of_batch if place else of_params).update(axis_names(part))
-    account, visits = account_of(program, shape), list(program.visits())
+    account = account_of(program, shape)
+    visits = list(program.visits())
     accumulators = tuple(_accumulators(program, visits))
     # Name and array of every result.
     names = list(entry.root.operands) if entry.root.opcode == "tuple" else [entry.root.name] * len(entry.root.arrays)
-    outputs, arguments = list(zip(names, entry.root.arrays, strict=False)), entry.parameters
+    outputs = list(zip(names, entry.root.arrays, strict=False))
+    arguments = entry.parameters
     donated = {number: arguments[number] for number in program.aliases.values() if number in arguments}
     results = {array for _, array in outputs}
     state = [p for number, p in arguments.items() if number in donated or results.intersection(p.arrays)]
@@ -369,7 +372,9 @@ def _state_updates(
         if not (is_state and array.dtype.startswith(_FLOATS) and array.dims):
             continue
         # Once, or in every iteration of a loop that does more than add to it.
-        value, runs, open_loops = program.origin(Value(entry, entry.instructions[name])), 1, 0
+        value = program.origin(Value(entry, entry.instructions[name]))
+        runs = 1
+        open_loops = 0
         while value.made.opcode == "while" and (body := program.body(value.made)) is not None:
             known = program.trips(value.made.name, value.where.name)
             runs, open_loops = (runs, open_loops + 1) if known is None else (runs * known, open_loops)

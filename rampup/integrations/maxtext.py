@@ -36,7 +36,8 @@ from rampup.plan.ramp import BatchRamp
 from rampup.show.console import MAX_PHASES, make_table
 
 VERSION = "0.2.5"
-TRAIN, UTILS = "maxtext.trainers.pre_train.train", "maxtext.utils.train_utils"
+TRAIN = "maxtext.trainers.pre_train.train"
+UTILS = "maxtext.utils.train_utils"
 GRADIENTS = "gradient_accumulation_loss_and_grad"
 # What is replaced or used, with the arguments that it has in this version.
 NAMES = {
@@ -124,8 +125,11 @@ def install() -> Any:
                 f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION} is not in the installed version, "
                 f"{importlib.import_module('maxtext').__version__}, or has changed; rampup works with maxtext=={VERSION}"
             )
-    train, utils = importlib.import_module(TRAIN), importlib.import_module(UTILS)
-    latest_step, maxtexts, loader = found["latest_step"], found[GRADIENTS], found["DataLoader"]
+    train = importlib.import_module(TRAIN)
+    utils = importlib.import_module(UTILS)
+    latest_step = found["latest_step"]
+    maxtexts = found[GRADIENTS]
+    loader = found["DataLoader"]
 
     def create_rampup_manager(config: Any, checkpoint_manager: Any) -> RampupBatchManager | None:
         if not config.enable_rampup_batch_size:
@@ -154,7 +158,8 @@ def install() -> Any:
             return accumulated_gradients(loss_fn, config, model, *args)
         return loop_gradients(maxtexts, loss_fn, config, model, *args)
 
-    utils.create_rampup_manager, utils.create_dataloader = create_rampup_manager, create_dataloader
+    utils.create_rampup_manager = create_rampup_manager
+    utils.create_dataloader = create_dataloader
     setattr(train, GRADIENTS, gradients)
     train._rampup = True
     return train
@@ -226,7 +231,8 @@ def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
 
 def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     """Print the phases of the ramp, and the design with its reason."""
-    console, micro = Console(), ramp.sizes[-1] // config.gradient_accumulation_steps
+    console = Console()
+    micro = ramp.sizes[-1] // config.gradient_accumulation_steps
     phases = [phase for phase in ramp.phases if phase.start_step < config.steps]
     shown = phases if len(phases) <= MAX_PHASES else [*phases[: MAX_PHASES - 1], phases[-1]]
     titles = ("from step", "from sample", "global batch", f"microbatches of {micro}")
@@ -311,7 +317,8 @@ class RampLoader:
     def __init__(self, own: Any, config: Any, manager: RampupBatchManager) -> None:
         self.own, self.config, self.manager = own, config, manager
         self.input_data_shardings = own.input_data_shardings
-        self.size, self.loaded = manager.global_batch_size_end, config.global_batch_size_to_load
+        self.size = manager.global_batch_size_end
+        self.loaded = config.global_batch_size_to_load
         self.held: Any = None  # a loaded batch whose rows are not all used
         self.skip = manager.total_used_samples % self.size  # its rows that are used
         self.before: Any = None  # the iterator's state before it
@@ -325,7 +332,8 @@ class RampLoader:
 
     def load_next_batch(self, rampup_manager: Any = None) -> Any:  # noqa: ARG002 - MaxText gives its manager
         """Return the next batch, and count it."""
-        wanted, first = self.manager.global_batch_size_current, self.held
+        wanted = self.manager.global_batch_size_current
+        first = self.held
         first = self._load() if first is None else first
         second = self._load() if self.skip + wanted > self.size else first
         if wanted == self.size and self.skip == 0:

@@ -131,7 +131,9 @@ def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any)
         ResumeMismatchError: the restored optimizer is not where this plan is after as many microbatches.
     """
     check_plan_fits(plan, mesh)
-    total, config, tx = num_microbatches(plan), trainer.config, trainer.optimizer.tx
+    total = num_microbatches(plan)
+    config = trainer.config
+    tx = trainer.optimizer.tx
     if config.gradient_accumulation_steps is not None:
         text = f"gradient_accumulation_steps={config.gradient_accumulation_steps} would accumulate twice; leave it None"
         raise ConfigError(f"{text}: rampup.multi_steps accumulates", key="gradient_accumulation_steps")

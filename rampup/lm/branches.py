@@ -141,7 +141,8 @@ class CriticalBatch:
     @property
     def disagreement(self) -> str | None:
         """How the measured noise scale differs by more than a factor of 2 from that which follows from the critical batch."""
-        noise, size = self.noise_scale_samples, self.critical_batch_size
+        noise = self.noise_scale_samples
+        size = self.critical_batch_size
         if noise is None or size is None or not self.gain or not (value := noise.low if noise.value is None else noise.value):
             return None
         implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
@@ -344,7 +345,8 @@ class _Branches:
                 problem = f"the training data are not those of the run: {name} differs from the checkpoint's"
                 fix = f"restore the files of grain_train_files={config.grain_train_files}, or train again"
                 raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
-        first, last = position.consumed_samples, position.consumed_samples + window.samples + window.interval
+        first = position.consumed_samples
+        last = position.consumed_samples + window.samples + window.interval
         try:
             order = sample_order(config, len(rows), last)
         except DataError as error:
@@ -410,7 +412,8 @@ _OWN_SPLITS |= {"whole_batch": False}
 
 def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
     """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
-    batch, splitter = run_plan.position(step).split.global_batch_size, replace(run_plan.splitter, **_OWN_SPLITS)
+    batch = run_plan.position(step).split.global_batch_size
+    splitter = replace(run_plan.splitter, **_OWN_SPLITS)
     sizes = {multiple: multiple * batch for multiple in multiples}
     return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
 
@@ -458,7 +461,8 @@ def _train_branches(
             log.close()
         for number in missing:
             size, curve = window.sizes[number], curves[number]
-            first, per_evaluation = setup.plan.ramp.phases[number].start_step, window.interval // size
+            first = setup.plan.ramp.phases[number].start_step
+            per_evaluation = window.interval // size
             last = first + per_evaluation * window.num_evaluations
             state, done = branches.start(start, first), first
             saved = find_checkpoint(work / CHECKPOINT_FOLDER)

@@ -148,7 +148,8 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
         tx = multi_steps(tx, plan)
     params = jax.eval_shape(model.init, jax.random.key(0))
     shapes = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "opt_state": jax.eval_shape(tx.init, params)}
-    state, context = TrainState(**restore_tree(folder, on_first_device(shapes))), config.max_target_length
+    state = TrainState(**restore_tree(folder, on_first_device(shapes)))
+    context = config.max_target_length
     return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model, context=context)
 
 

@@ -139,7 +139,8 @@ class TrainSetup:
         if enabled and (problem := host_memory_problem(mesh)):
             rule = f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}"
             raise ConfigError(rule, key=enabled[0], nearest=(False,))
-        model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
+        model = LanguageModel.from_config(config).on(mesh)
+        splitter = plan.splitter
         return cls(
             config=config,
             plan=plan,
@@ -153,7 +154,9 @@ class TrainSetup:
     @functools.cached_property
     def loss(self) -> Any:
         """The loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
-        config, model, splitter = self.config, self.model, self.plan.splitter
+        config = self.config
+        model = self.model
+        splitter = self.plan.splitter
         types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
         if config.gradient_accumulator_dtype != "float32":
             # float32 is the default, and the only type that the engine `multi_steps` takes.
@@ -193,7 +196,8 @@ class TrainSetup:
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
-        plan, without_dropout = self.plan, replace(self, model=replace(self.model, dropout_rate=0.0))
+        plan = self.plan
+        without_dropout = replace(self, model=replace(self.model, dropout_rate=0.0))
         options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
         eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
         return EvalStep(without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch), eval_plan
@@ -208,7 +212,8 @@ class TrainSetup:
             compiler_options=options,
         )
         wait_for_all(self.mesh)
-        params, shards = init(random_key(self.config.init_weights_seed)), self.config.shard_optimizer_over_data
+        params = init(random_key(self.config.init_weights_seed))
+        shards = self.config.shard_optimizer_over_data
         state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shards)
         return jax.device_put(state, self._state_shardings(state))
 
@@ -306,7 +311,8 @@ class Run:
         # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
         paths = files_of(train_rows)
         check_consistent({"num_rows": len(train_rows)} | ({"data": beginnings(paths)} if loading.reads else {}))
-        share, num_shares = jax.process_index() // loading.factor, jax.process_count() // loading.factor
+        share = jax.process_index() // loading.factor
+        num_shares = jax.process_count() // loading.factor
         own = fingerprints(paths, share, num_shares) if loading.reads else {}
         data = dict(sorted(itertools.chain(*(json.loads(part).items() for part in gather_from_all(json.dumps(own))))))
         # The most samples that the run can take.
@@ -373,7 +379,10 @@ class Run:
 
     def train_in(self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]) -> Summary:
         """Train in a folder that this process owns, see `run_in_folder`."""
-        setup, config, plan, saved = self.setup, self.setup.config, self.setup.plan, self.saved
+        setup = self.setup
+        config = self.setup.config
+        plan = self.setup.plan
+        saved = self.saved
         on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
@@ -382,7 +391,8 @@ class Run:
             half_life = config.gradient_noise_half_life_samples
             noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
             if plan.auto_schedule is not None:
-                half_life, rows = noise.half_life_samples, plan.ramp.to_rows()
+                half_life = noise.half_life_samples
+                rows = plan.ramp.to_rows()
                 sizes, mode = plan.reserved_sizes, plan.auto_schedule
                 waste = config.auto_max_waste
                 auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows, max_waste=waste)
@@ -469,10 +479,12 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
     All are of the first step of the phase. `peak_learning_rate` leaves warm-up and decay out, but not Seesaw's cuts.
     `adam_b2_half_life_tokens` are the tokens after which a gradient has half of its weight in AdamW's second moment.
     """
-    rate, constants = learning_rate(config, plan), hyperparameters(config, plan)
+    rate = learning_rate(config, plan)
+    constants = hyperparameters(config, plan)
     rows = []
     for phase in plan.ramp.phases:
-        segment, adam = plan.segment_at(phase.start_step), constants[plan.segment_index(phase.start_step)]
+        segment = plan.segment_at(phase.start_step)
+        adam = constants[plan.segment_index(phase.start_step)]
         level = 1.0 if segment.level is None else segment.level
         row = {
             "learning_rate_scale": segment.scale,

@@ -32,7 +32,10 @@ from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 # Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
 GATHERED = "gathered_weights"
 # The names of a layer's activations.
-_QKV, _CONTEXT, _OUT, _GATE_UP = ("query_proj", "key_proj", "value_proj"), "context", "out_proj", "mlpwi"
+_QKV = ("query_proj", "key_proj", "value_proj")
+_CONTEXT = "context"
+_OUT = "out_proj"
+_GATE_UP = "mlpwi"
 _save = jax.checkpoint_policies.save_only_these_names
 # Names and meanings are MaxText's: what the backward pass finds and does not compute again. A layer's last matrix product is a
 # part of the input of the next layer, which is always kept, so that two of these policies are the same here.
@@ -205,7 +208,8 @@ class LanguageModel:
 
     def embed(self, params: Mapping[str, Any], tokens_BT: jax.Array) -> jax.Array:
         """Return the input of the first layer."""
-        embedding, sharding = params["embedding"].astype(self.dtype), self.activations
+        embedding = params["embedding"].astype(self.dtype)
+        sharding = self.activations
         if sharding is None:
             return embedding[tokens_BT]
         if manual_size(FSDP) > 1:

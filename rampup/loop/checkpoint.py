@@ -51,7 +51,8 @@ _OWNER_SECONDS = 60.0
 MAX_DIFFERENCES = 5
 # How long a process whose write has failed waits until the others know.
 _TELL_SECONDS = 60.0
-_question_numbers, _barrier_numbers = itertools.count(), itertools.count()
+_question_numbers = itertools.count()
+_barrier_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,9 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         ResumeMismatchError: every checkpoint is damaged, or the newest intact one has a record of another version of rampup.
     """
     # Every process must resume from the same step, and their file systems may not show the same files at the same time.
-    number, count, problems = next(_question_numbers), jax.process_count(), dict[int, str]()
+    number = next(_question_numbers)
+    count = jax.process_count()
+    problems = dict[int, str]()
     steps = checkpoint_steps(folder) if is_primary() else ()
     for step in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
         path = folder / str(step)
@@ -199,7 +202,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def __init__(
         self, folder: Path, options: CheckpointOptions | None = None, on_error: Callable[[StorageError], None] | None = None
     ) -> None:
-        self.folder, self._options, self._on_error = folder, options or CheckpointOptions(), on_error
+        self.folder = folder
+        self._options = options or CheckpointOptions()
+        self._on_error = on_error
         # The step that is being written, and the last one that was: another process may not see it in the folder yet.
         self._writing: int | None = None
         self._saved: int | None = None
@@ -269,7 +274,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             if is_bucket(self.folder) or not self.folder.is_dir():
                 return ""
             # Arrays count as if they could not be compressed, with the metadata of Orbax and of each array.
-            leaves, disk = jax.tree.leaves(state), shutil.disk_usage(self.folder)
+            leaves = jax.tree.leaves(state)
+            disk = shutil.disk_usage(self.folder)
         except RampupError as error:
             return str(error)
         except OSError as error:
@@ -297,7 +303,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
-            source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
+            source = self.folder / str(step)
+            target = self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
             target /= next(name for name in names if not (target / name).exists())
             # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.

@@ -20,7 +20,9 @@ from rampup.plan.numbers import finite_or_none
 
 # Entries of a checkpoint's record: the steps at which microbatch shapes changed, which a resumed run repeats; the averages of
 # the gradient noise; and the schedule that `auto_schedule: advise` would have used so far.
-SHAPE_CHANGES, GRADIENT_NOISE, ADVISED_ROWS = "shape_changes", "gradient_noise", "advised_rows"
+SHAPE_CHANGES = "shape_changes"
+GRADIENT_NOISE = "gradient_noise"
+ADVISED_ROWS = "advised_rows"
 
 
 class LoopRamp(Protocol):
@@ -162,9 +164,11 @@ class NoiseAverages(Component):
 
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         """Add the `gradient_noise` of a step. A skipped step stays out of the averages."""
-        noise, found = values.get("gradient_noise", {}), dict[str, Any]()
+        noise = values.get("gradient_noise", {})
+        found = dict[str, Any]()
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
-            trace, squared_norm = float(noise[f"{prefix}trace"]), float(noise[f"{prefix}squared_norm"])
+            trace = float(noise[f"{prefix}trace"])
+            squared_norm = float(noise[f"{prefix}squared_norm"])
             scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self.half_life_samples))
             if not values.get("skipped", False):
                 # Before its first step, Adam has no second moments: both are 0 in its geometry, and say nothing.
@@ -198,7 +202,9 @@ class AutoBatch(Component):
 
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Decide about the batch, every tenth step. The decision is in the step's line before it is used."""
-        auto, step, sample = self.schedule, line["step"] + 1, line["consumed_samples"]
+        auto = self.schedule
+        step = line["step"] + 1
+        sample = line["consumed_samples"]
         if not auto.is_due(step):
             return {}
         before, noise = auto.size, self.noise.scales[""].in_samples

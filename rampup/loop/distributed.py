@@ -28,7 +28,8 @@ from rampup.loop.launchers import Launch, find_launch, local_device_ids
 # more (`metrics.IN_FLIGHT`), so no process is this many steps ahead of another.
 NOTICE_STEPS = 8
 _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
-_agreement_numbers, _check_numbers = itertools.count(), itertools.count()
+_agreement_numbers = itertools.count()
+_check_numbers = itertools.count()
 # Whether this process watches the others. A watchdog inside another one does nothing.
 _is_watching = threading.Lock()
 
@@ -194,7 +195,8 @@ class StopConsensus:
             if wants_to_stop and not self._has_asked:
                 kv_store().key_value_set(f"{self._folder}/ready{jax.process_index()}", "")
                 self._has_asked = True
-            found, decision = dict(kv_store().key_value_dir_get(self._folder)), f"{self._folder}/from"
+            found = dict(kv_store().key_value_dir_get(self._folder))
+            decision = f"{self._folder}/from"
             if is_primary() and decision not in found and found:
                 found[decision] = str(step + NOTICE_STEPS)
                 kv_store().key_value_set(decision, found[decision])
@@ -224,7 +226,9 @@ def _watched(timeout: float) -> Iterator[None]:
     """Watch the other processes; see `watchdog`."""
     # `done` is set when there is nothing more to watch, and `device_error` when the main thread has failed with an error of the
     # devices or of the connections between processes: then it ends by itself.
-    own, done, device_error = jax.process_index(), threading.Event(), threading.Event()
+    own = jax.process_index()
+    done = threading.Event()
+    device_error = threading.Event()
 
     def report(state: str) -> None:
         kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
@@ -240,7 +244,8 @@ def _watched(timeout: float) -> Iterator[None]:
             now = time.monotonic()
             try:
                 report(str(number))
-                states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
+                states = dict(kv_store().key_value_dir_get(_ALIVE))
+                answered = now
             except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
                 states = {}
             states.pop(f"{_ALIVE}/{own}", None)

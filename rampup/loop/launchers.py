@@ -126,12 +126,14 @@ def local_device_ids() -> list[int] | None:
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or jax.config.jax_platforms == "cpu":
         return None
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
-        tasks, number = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE"), _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
+        tasks = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE")
+        number = _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
     elif "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
         # Such as `4(x2),3`: four on each of two nodes, and three.
         parts = [part.rstrip(")").partition("(x") for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
         counts = [int(count) for count, _, nodes in parts for _ in range(int(nodes or 1))]
-        node, number = _number_in("SLURM_NODEID") or 0, _number_in("SLURM_LOCALID")
+        node = _number_in("SLURM_NODEID") or 0
+        number = _number_in("SLURM_LOCALID")
         tasks = counts[node] if node < len(counts) else None
     else:
         return None
@@ -154,7 +156,8 @@ def _launcher() -> Launch | None:
     """Return the first launcher whose variables say that it started several processes."""
     for names, own in _VARIABLES:
         name = next((name for name in names if os.environ.get(name)), names[0])
-        count, number = os.environ.get(name, ""), os.environ.get(own, "")
+        count = os.environ.get(name, "")
+        number = os.environ.get(own, "")
         # Other programs use such short names too, and not always for numbers.
         if count.isdecimal() and number.isdecimal() and int(count) > 1:
             return Launch(int(count), int(number), by=f"{name}={count}, {own}={number}")

@@ -205,7 +205,8 @@ class _Lease:
         self._path = path
         self._content = {**_identity(), "token": self.token}
         self._beats = itertools.count()
-        self._released, self._asked = threading.Event(), threading.Event()
+        self._released = threading.Event()
+        self._asked = threading.Event()
         # When the last successful renewal began, when training went on without one, and who has the lease instead.
         self._renewed = threading.Condition()
         self._renewal = self._excused = time.monotonic()

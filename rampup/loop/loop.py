@@ -332,7 +332,8 @@ class Loop:
                         self._flush(metrics)
                         for component in self.components:
                             next_plan = component.next_plan(next_plan)
-                    grows, is_last = next_plan is not plan, done == plan.total_steps
+                    grows = next_plan is not plan
+                    is_last = done == plan.total_steps
                     if self.evaluation and (done % self.evaluation.eval_interval == 0 or is_last):
                         self._evaluate(self.evaluation, plan, done, state, metrics)
                     if period and (done % period == 0 or is_last or grows):

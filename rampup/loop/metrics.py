@@ -61,7 +61,9 @@ class Metrics:
     def __init__(
         self, folder: Path, start: int, *, options: MetricOptions, components: Sequence[Component], on_event: OnEvent
     ) -> None:
-        self._options, self._components, self._on_event = options, components, on_event
+        self._options = options
+        self._components = components
+        self._on_event = on_event
         # The lines of the steps that were skipped in a row, beginning with those just before this launch.
         before = itertools.dropwhile(lambda line: line["step"] >= start, read_lines_backwards(folder / METRICS_FILE))
         self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
@@ -193,9 +195,11 @@ class Metrics:
             self._on_event(StepSkipped(step=position.step, in_a_row=len(self._skipped)))
         # More, if the steps before this launch were trained with a higher limit.
         if 0 < options.skip_nonfinite <= len(self._skipped):
-            steps, found = [line["step"] for line in self._skipped], []
+            steps = [line["step"] for line in self._skipped]
+            found = []
             for line in self._skipped[-NAMED_ROWS:]:
-                rows, end = self._options.describe_rows(line["step"]), line["consumed_samples"]
+                rows = self._options.describe_rows(line["step"])
+                end = line["consumed_samples"]
                 more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
                 samples = f"  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
                 found.append(samples + (f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""))

@@ -40,7 +40,8 @@ PATIENCE_SECONDS = 300.0
 RETRY_SECONDS = 5.0
 # Bytes of a file that are read at once from its end. In a bucket, a part of a file that has as many is full.
 TAIL_BYTES = 2**20
-CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
+DAMAGED_FOLDER = "damaged_checkpoints"
 
 
 class StepLog:
@@ -91,7 +92,8 @@ class StepLog:
             self._part, start, kept, is_damaged = _end_of_kept(path, keep_below)
             if is_damaged:
                 # Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost.
-                problem, aside = describe_damage(path), path.with_name(f"damaged_{path.name}")
+                problem = describe_damage(path)
+                aside = path.with_name(f"damaged_{path.name}")
                 lines = list(_parsed_lines(path))
                 damaged = b"".join(line for _, line, record in lines if record is None)
                 write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + damaged)
@@ -231,7 +233,8 @@ def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] |
     steady: defaultdict[int, list[float]] = defaultdict(list)
     compiled: defaultdict[int, list[float]] = defaultdict(list)
     for record in read_lines(file) if lines is None else lines:
-        size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
+        size = record.get("global_batch_size")
+        rate = record.get("tokens_per_second")
         if isinstance(size, bool) or not isinstance(size, int) or isinstance(rate, bool) or not isinstance(rate, int | float):
             continue
         # NaN is not above 0.
@@ -264,7 +267,10 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
 
     Steps never decrease, so all lines before that block stay.
     """
-    part, start, kept, is_damaged = path, 0, b"", False
+    part = path
+    start = 0
+    kept = b""
+    is_damaged = False
     for part, start, lines in _blocks_backwards(path):  # noqa: B007 - those of the last iteration are returned
         is_damaged |= any(record is None for _, record in lines)
         kept = b"".join(line.rstrip(b"\n") + b"\n" for line, record in lines if record and record["step"] < keep_below)

@@ -43,7 +43,9 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         required("tensorboardX")
-        self._folder, self._start, self._number = folder, start, itertools.count()
+        self._folder = folder
+        self._start = start
+        self._number = itertools.count()
         self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-")) if is_bucket(folder) else folder
         self._file: Any = None
         self._problem: OSError | None = None

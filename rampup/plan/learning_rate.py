@@ -188,7 +188,8 @@ class Seesaw:
     exponent: float = 0.5
 
     def __post_init__(self) -> None:
-        samples, levels = [cut.sample for cut in self.cuts], [1.0, *(cut.level for cut in self.cuts)]
+        samples = [cut.sample for cut in self.cuts]
+        levels = [1.0, *(cut.level for cut in self.cuts)]
         if samples != sorted(set(samples)) or (samples and samples[0] < 1):
             raise RampDefinitionError(f"the cuts of a schedule must be at increasing samples from 1 on: {samples[:10]}")
         if levels != sorted(levels, reverse=True) or levels[-1] < 0:
@@ -233,7 +234,8 @@ class Seesaw:
     def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
         """Return the transform of a checkpoint, with its ramp."""
         cuts = tuple(Cut(sample=int(sample), level=float(level)) for sample, level in record["cuts"])
-        base, samples = BatchRamp.from_rows(record["base"]), record.get("schedule_samples")
+        base = BatchRamp.from_rows(record["base"])
+        samples = record.get("schedule_samples")
         return cls(base=base, cuts=cuts, ramp=ramp, schedule_samples=samples, exponent=record["exponent"])
 
 

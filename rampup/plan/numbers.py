@@ -209,5 +209,6 @@ def format_product(factors: Mapping[str, int]) -> str:
         'data_parallel_size * microbatch_size = 64 * 8 = 512'
     """
     used = {name: size for name, size in factors.items() if size != 1} or factors
-    names, values = " * ".join(used), " * ".join(map(str, used.values()))
+    names = " * ".join(used)
+    values = " * ".join(map(str, used.values()))
     return f"{names} = {values}" + (f" = {math.prod(used.values())}" if len(used) > 1 else "")

@@ -115,7 +115,8 @@ class RampPlan:
         if problems := [*self._problems()]:
             raise combine(problems)
         if self.axes is None:
-            replicas, stages = self.splitter.data_parallel_size, self.splitter.num_stages
+            replicas = self.splitter.data_parallel_size
+            stages = self.splitter.num_stages
             rest = self.num_devices // (replicas * stages)
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
@@ -179,8 +180,10 @@ class RampPlan:
 
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
-        phase, consumed = self.ramp.phase_at(step), self.ramp.samples_before(step)
-        split, segment = self.splits[phase.index], self.segment_at(step)
+        phase = self.ramp.phase_at(step)
+        consumed = self.ramp.samples_before(step)
+        split = self.splits[phase.index]
+        segment = self.segment_at(step)
         return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=split, segment=segment)
 
     def segment_at(self, step: int) -> ClockSegment:
@@ -304,7 +307,8 @@ class RampPlan:
         Raises:
             PipelineShapeError: If there is no pipeline, or it has too many operations to list.
         """
-        stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
+        stages = self.splitter.num_stages
+        repeats = self.splitter.num_repeats
         if stages == 1:
             key = "ici_pipeline_parallelism"
             raise PipelineShapeError(f"a plan without pipeline stages has no timetable; set {key} above 1", key=key)
@@ -314,7 +318,8 @@ class RampPlan:
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
         """Return the sizes of one batch by their names in the JSON output."""
         per_device = Fraction(split.global_batch_size, self.num_devices * gradient_accumulation_steps)
-        stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
+        stages = self.splitter.num_stages
+        repeats = self.splitter.num_repeats
         return {
             "global_batch_size": split.global_batch_size,
             "per_device_batch_size": plain_number(per_device),
@@ -347,7 +352,8 @@ class RampPlan:
 
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
-        increment, candidates = self.ramp.samples_per_increment, self.pipeline_candidates
+        increment = self.ramp.samples_per_increment
+        candidates = self.pipeline_candidates
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,

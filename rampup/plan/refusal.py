@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from rampup.plan.split import BatchSplitter
 
 # The sizes per device of a linear ramp, in MaxText's keys.
-START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
+START = "per_device_batch_size_start"
+INCREMENT = "per_device_batch_size_increment"
+END = "per_device_batch_size"
 
 
 # Whether a batch B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as

@@ -105,7 +105,10 @@ class BatchSplitter:
             raise combine(problems)
 
     def _problems(self) -> Iterator[RampupError]:
-        d, G, p, v = self.data_parallel_size, self.gradient_accumulation_steps, self.num_stages, self.num_repeats
+        d = self.data_parallel_size
+        G = self.gradient_accumulation_steps
+        p = self.num_stages
+        v = self.num_repeats
         m, b = self.num_pipeline_microbatches, self.microbatch_size
         sizes = {"data_parallel_size": d, "gradient_accumulation_steps": G, "num_stages": p, "num_pipeline_repeats": v}
         for key, size in sizes.items():
@@ -131,7 +134,8 @@ class BatchSplitter:
             return
         key = "num_pipeline_microbatches"
         minimum = 2 * p if self.delay_activation_forwarding else p
-        strict, late = self.strict_multiple and m % p != 0, self.delay_activation_forwarding and m < minimum
+        strict = self.strict_multiple and m % p != 0
+        late = self.delay_activation_forwarding and m < minimum
         if m < 1:
             yield PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))
         elif p == 1 and m > 1:

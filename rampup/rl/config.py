@@ -30,7 +30,8 @@ from rampup.rl.sizes import AGGREGATIONS, MAX_SAMPLES, Experience, Size, Trainin
 
 # Above this share of padding, a note advises smaller passes.
 MUCH_PADDING = 0.03
-_FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
+_FLOATS = ("float32", "bfloat16", "float16")
+_INTS = ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
 _training = partial(key, section="Training on the samples")
@@ -351,7 +352,8 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
         found = (Size(count=count, unit="prompts", key=name) for name in names if (count := getattr(config, name)) != AUTO)
         return next(found, None)
 
-    mini_batch, microbatch = prompts("mini_batch_size", "batch_size"), prompts("train_micro_batch_size")
+    mini_batch = prompts("mini_batch_size", "batch_size")
+    microbatch = prompts("train_micro_batch_size")
     for name, unit in (("microbatch_size", "samples"), ("token_budget", "tokens")):
         if (count := getattr(config, name)) != AUTO:
             microbatch = Size(count=count, unit=unit, scope="replica", key=name)
@@ -414,14 +416,18 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
     problems: list[RampupError] = []
     growth: dict[str, dict[int, int]] = {}  # of each size, by the first step that has it
     for name in ("batch_size", "num_generations"):
-        text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
+        text = getattr(config, f"{name}_schedule")
+        largest = getattr(config, name)
         growth[name] = {0: largest}
         if text is None:
             continue
-        key, is_auto, rule = f"rl.{name}_schedule", name == "batch_size" and config.is_auto, ""
+        key = f"rl.{name}_schedule"
+        is_auto = name == "batch_size" and config.is_auto
+        rule = ""
         try:
             pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
-            steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
+            steps = [step for step, _ in pairs]
+            sizes = [size for _, size in pairs]
             if is_auto and len(pairs) > 1:
                 rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
             elif steps[0] != 0 or sorted(set(steps)) != steps:

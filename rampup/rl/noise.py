@@ -83,7 +83,8 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
         ([2.0, 1.0, 4.0, 1.0, 1.0, 1.0], [2.0, 0.0, 4.0, 1.0, 1.0, 1.0])
     """
     blocks = len(weights_nR) * replicas
-    weights, groups = weights_nR.reshape(blocks, -1), groups_nR.reshape(blocks, -1)
+    weights = weights_nR.reshape(blocks, -1)
+    groups = groups_nR.reshape(blocks, -1)
     table_jp = np.zeros((blocks, int(groups.max()) + 1))
     np.add.at(table_jp, (np.arange(blocks)[:, None], groups), weights)
     by_block, by_prompt = table_jp.sum(axis=1), table_jp.sum(axis=0)

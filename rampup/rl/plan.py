@@ -76,7 +76,8 @@ class RolloutPlan:
 
         def check_unit(name: str, size: Size | None, *, is_pass: bool = False) -> None:
             if size is not None and size.unit == "tokens" and not (is_pass and size.scope != "job"):
-                key, rule = size.key or name, ", or tokens per replica" if is_pass else ""
+                key = size.key or name
+                rule = ", or tokens per replica" if is_pass else ""
                 problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
 
         for model, training in models.items():
@@ -226,9 +227,11 @@ class RolloutPlan:
             replicas = updates.data_parallel_size
             remark = "1 epoch" if updates.num_epochs == 1 else f"{updates.num_epochs:,} epochs"
             rows.append(row(f"{model}mini batches", updates.num_mini_batches, updates.mini_batch_samples, remark))
-            remark, sizes = "1 replica" if replicas == 1 else f"{updates.microbatch_size or 0:,} per replica", {}
+            remark = "1 replica" if replicas == 1 else f"{updates.microbatch_size or 0:,} per replica"
+            sizes = {}
             if updates.token_budget is not None:
-                remark, sizes = "at most, packed", {"tokens": updates.token_budget * replicas}
+                remark = "at most, packed"
+                sizes = {"tokens": updates.token_budget * replicas}
             rows.append(row(f"{model}microbatches", updates.accumulation_steps, updates.microbatch_samples, remark, **sizes))
             remark = f"{updates.optimizer_steps:,} per step"
             rows.append(row(f"{model}optimizer step", 1, updates.mini_batch_samples, remark))

@@ -603,7 +603,8 @@ class RolloutStep:
         n, width = passes["tokens"].shape[:2]
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
-        weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
+        weights = passes["weights"].sum(axis=2)
+        own = process_rows(self._mesh, width)
         passes = {name: x[:, own] for name, x in passes.items()} if len(own) < width else passes
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
         inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)

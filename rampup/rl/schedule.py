@@ -89,7 +89,8 @@ class RolloutSchedule:
     def __post_init__(self) -> None:
         stages = tuple((first, replace(plan, num_steps=self.num_rollouts)) for first, plan in self.stages)
         object.__setattr__(self, "stages", stages)
-        starts, ends = [_Totals()], [*(first for first, _ in stages[1:]), self.num_rollouts]
+        starts = [_Totals()]
+        ends = [*(first for first, _ in stages[1:]), self.num_rollouts]
         for (first, plan), end in zip(stages, ends, strict=True):
             starts.append(starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan))
         object.__setattr__(self, "_starts", tuple(starts))

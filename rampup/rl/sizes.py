@@ -96,7 +96,8 @@ class Size:
         """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix."""
         nearest = nearest_in(self.count, list(legal))
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
-        text, key = f"{self.arithmetic(role, **factors)} {rule}; {fix}", self.key or role
+        text = f"{self.arithmetic(role, **factors)} {rule}; {fix}"
+        key = self.key or role
         return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=key, nearest=nearest)
 
     def __str__(self) -> str:
@@ -224,7 +225,8 @@ def split_updates(
     minimum = 1 if pad or budget is None else replicas
 
     def refused(size: Size, name: str, rule: str, legal: Iterable[int]) -> RampupError:
-        fix, divisor = f"no count of {size.unit} fits; change another size", unit // math.gcd(unit, size.factor(**factors))
+        fix = f"no count of {size.unit} fits; change another size"
+        divisor = unit // math.gcd(unit, size.factor(**factors))
         return size.refused(f"{model}.{name}", rule, legal, fix, divisor=divisor, **factors)
 
     def is_legal(samples: int) -> bool:

@@ -308,7 +308,8 @@ class RolloutRun:
             first = number * config.warm_start_batch_size
             prompts = task.prompts(first, first + config.warm_start_batch_size)
             given = task.demonstrations(prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number))
-            asked, answers = [encode(prompt) for prompt in prompts], [[*encode(answer), END_TOKEN] for answer in given]
+            asked = [encode(prompt) for prompt in prompts]
+            answers = [[*encode(answer), END_TOKEN] for answer in given]
             tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)
             lengths = {"prompt_length": list(map(len, asked)), "response_length": list(map(len, answers))}
             state, _ = step(state, step.batch(loss_rows({"tokens": tokens, **lengths}, process_rows(self.mesh, len(tokens)))))

@@ -96,12 +96,15 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     """
     for sentence in describe.summary(plan):
         console.print(sentence)
-    pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
+    pipeline = plan.splitter.num_stages > 1
+    scaled = plan.scales_learning_rate
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
     names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * scaled
-    rows, sizes = plan.phase_rows(), {name: TITLES[name] for name in names}
+    rows = plan.phase_rows()
+    sizes = {name: TITLES[name] for name in names}
     unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
-    mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
+    mark = "\u2588" if console.is_terminal else "#"
+    largest = max(plan.ramp.sizes)
 
     def cell(index: int, name: str) -> str:
         if name == "bar":
@@ -138,7 +141,8 @@ def print_hyperparameters(
     def cell(index: int, name: str) -> str:
         if name == "global_batch_size":
             return f"{plan.ramp.sizes[index]:,}"
-        number, digits = rows[index][name], 6 if name in ("adam_b1", "adam_b2") else 4
+        number = rows[index][name]
+        digits = 6 if name in ("adam_b1", "adam_b2") else 4
         return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
 
     layouts = ([titles], [part for part in (rates, others) if part])
@@ -168,8 +172,10 @@ def print_comparison(
     pairs = {name: [fact[name] for fact in facts] for name in (*_COMPARED, "consumed_samples")}
     totals = [(name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "") for name, pair in pairs.items()]
     console.print("", make_table(console, ["plan", "a", "b", ""], totals, left=1), "")
-    split, batch = split_columns(any(plan.splitter.num_stages > 1 for plan in plans)), {"global_batch_size": "batch"}
-    when, samples = WHEN | batch, {"start_sample": WHEN["start_sample"]} | batch
+    split = split_columns(any(plan.splitter.num_stages > 1 for plan in plans))
+    batch = {"global_batch_size": "batch"}
+    when = WHEN | batch
+    samples = {"start_sample": WHEN["start_sample"]} | batch
     steps = {name: title for name, title in when.items() if name != "start_sample"}
     phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
 
@@ -194,8 +200,11 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         console: where it is printed.
         measured: the global batch sizes whose throughput is known.
     """
-    tokens, steps, length = budget["tokens"], budget["steps"], budget["tokens_per_sample"]
-    first, final = budget["first_global_batch_size"], budget["final_global_batch_size"]
+    tokens = budget["tokens"]
+    steps = budget["steps"]
+    length = budget["tokens_per_sample"]
+    first = budget["first_global_batch_size"]
+    final = budget["final_global_batch_size"]
     rows = {
         "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
         "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
@@ -204,13 +213,15 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         rows["a ramp"] = "none: the batch is the same throughout"
     kept = (("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"]))
     for name, size, constant in () if is_constant else kept:
-        difference, compared = steps - constant, "the ramp takes as many"
+        difference = steps - constant
+        compared = "the ramp takes as many"
         if difference:
             word = "fewer" if difference < 0 else "more"
             compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
         rows[f"at {size:,} throughout"] = f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
     if "hours" in budget:
-        hours, sizes = budget["hours"], list(map(int, budget["steps_by_global_batch_size"]))
+        hours = budget["hours"]
+        sizes = list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
         rows["time"] = f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
         unknown = [size for size in sizes if size not in measured]
@@ -226,7 +237,8 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
 
 def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     """Print the batch that each scaling law gives, with its source, and the ranges."""
-    tokens, model = found["train_tokens"], "" if found["params"] is None else f", {found['params']:,} parameters"
+    tokens = found["train_tokens"]
+    model = "" if found["params"] is None else f", {found['params']:,} parameters"
     console.print(f"{tokens:,} tokens{model}: batch size in tokens")
     for kind in ("optimal", "critical"):
         laws = [law for law in found["laws"] if law["kind"] == kind]
@@ -254,7 +266,8 @@ def print_timetable(table: Timetable, console: Console) -> None:
     for stage in range(table.num_stages) if table.num_ticks <= MAX_TICKS else ():
         cells = [("..", "dim")] * table.num_ticks
         for operation in table.of_stage(stage):
-            start, stop = int(operation.start / table.tick), int(operation.end / table.tick)
+            start = int(operation.start / table.tick)
+            stop = int(operation.end / table.tick)
             style = _KIND_STYLES[operation.kind]
             cells[start:stop] = [(operation_label(operation, table.num_repeats), style)] + [("==", style)] * (stop - start - 1)
         rows.append(cells)
@@ -292,7 +305,8 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     """Print the explanation of a key."""
     from rampup.config.files import yaml_value
 
-    default, behavior = yaml_value(explained["default"]), explained["maxtext_default"]
+    default = yaml_value(explained["default"])
+    behavior = explained["maxtext_default"]
     if explained["value_in_file"] != explained["default"]:
         default += f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
     maxtext = f"{explained['maxtext_name']}, default {behavior}"
@@ -393,7 +407,8 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
     """
     plan, stages = schedule.stages[-1][1], schedule.stage_rows()
     sizes = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = {plan.samples_per_step:,} samples"
-    steps, total = format_count(plan.num_steps, "step"), format_count(schedule.optimizer_steps("policy"), "optimizer step")
+    steps = format_count(plan.num_steps, "step")
+    total = format_count(schedule.optimizer_steps("policy"), "optimizer step")
     if len(stages) > 1:
         titles = ("from\nstep", "steps", "prompts", "responses\neach", "samples", "samples per\nmini batch", "optimizer\nsteps")
         names = ("start_step", "num_steps", "prompts_per_step", "samples_per_prompt", "samples_per_step")
@@ -426,7 +441,8 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})")
     if stored := plan.to_dict()["experience"]:
         per_sample = f"stored experience: {stored['bytes_per_sample']:,} bytes per sample at full length"
-        step, replica = format_bytes(stored["bytes_per_step"]), format_bytes(stored["bytes_per_replica"])
+        step = format_bytes(stored["bytes_per_step"])
+        replica = format_bytes(stored["bytes_per_replica"])
         console.print(f"{per_sample}, {step} per step, {replica} per replica")
     print_notes(notes, console)
 

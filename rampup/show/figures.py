@@ -38,7 +38,13 @@ LINES = (
     {"color": "#8d6a00", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
     {"color": "#5a5a5a", "linestyle": (0, (1, 1)), "marker": "P"},
 )
-INK, DIM, RULE, SHADE, PAPER, BAR, OVER = "#1c2430", "#5b6675", "#d5dae1", "#e9e9ee", "#ffffff", "#a9c4e4", "#f2c9b4"
+INK = "#1c2430"
+DIM = "#5b6675"
+RULE = "#d5dae1"
+SHADE = "#e9e9ee"
+PAPER = "#ffffff"
+BAR = "#a9c4e4"
+OVER = "#f2c9b4"
 # Name, face, ink and hatch of an operation by its kind.
 OPERATIONS = {
     "F": ("forward", "#cfe8cf", "#000001", ""),
@@ -65,7 +71,10 @@ MAX_WRITTEN = 12
 # The number of a phase is written if the phase takes this share of the axes.
 LEAST_LABELLED = 0.035
 MAX_OPERATIONS = 5_000
-UNIT_INCHES, MARGIN_INCHES, MAX_TIMETABLE_INCHES, LETTER_INCHES = 0.28, 1.2, 24.0, 0.075
+UNIT_INCHES = 0.28
+MARGIN_INCHES = 1.2
+MAX_TIMETABLE_INCHES = 24.0
+LETTER_INCHES = 0.075
 MIB = 2**20
 # What is higher than this many times the limit, or the usual, would make the others too flat to read.
 FAR_ABOVE = 4
@@ -97,7 +106,8 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the file cannot be written.
     """
-    phases, pipeline = drawn_phases(plan), plan.splitter.num_stages > 1
+    phases = drawn_phases(plan)
+    pipeline = plan.splitter.num_stages > 1
     if width < NARROW:
         figure = new_figure(width, 0.6 + 2.1 * (3 + pipeline))
         over_samples, over_steps, *bars = figure.subplots(3 + pipeline, 1)
@@ -205,7 +215,8 @@ def draw_memory(
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
         axes.bar(place, number / unit, width=0.7, color=OVER if over else BAR, edgecolor=INK, linewidth=0.6, hatch="///" * over)
-        offset, box = {"xytext": (0, 3), "textcoords": "offset points"}, {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+        offset = {"xytext": (0, 3), "textcoords": "offset points"}
+        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
         axes.annotate(f"{number / unit:.3g}", (place, number / unit), ha="center", va="bottom", fontsize=8, bbox=box, **offset)
     axes.set_xticks(range(len(pairs)), [f"{size:,}" for size, _ in pairs])
     axes.set_ylim(0, most / unit * 1.15 if most else 1)
@@ -242,10 +253,12 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
     axes.grid(visible=False)
     axes.set(xlim=(0, span), ylim=(stages - 0.5, -0.5))
     axes.set_yticks(range(stages), [str(stage) for stage in range(stages)])
-    rectangle, per_unit = import_matplotlib("patches").Rectangle, (width - MARGIN_INCHES) / span
+    rectangle = import_matplotlib("patches").Rectangle
+    per_unit = (width - MARGIN_INCHES) / span
     for operation in table.operations:
         _, face, ink, hatch = OPERATIONS[operation.kind]
-        start, length = float(operation.start), float(operation.end - operation.start)
+        start = float(operation.start)
+        length = float(operation.end - operation.start)
         bar = rectangle((start, operation.stage - 0.45), length, 0.9, facecolor=face, hatch=hatch, edgecolor=INK, linewidth=0.5)
         axes.add_patch(bar)
         text = operation_label(operation, table.num_repeats)[1:]
@@ -404,7 +417,8 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
     for place, ((start, end), number) in enumerate(zip(edges, numbers, strict=True)):
         if place % 2:
             axes.axvspan(start, min(end, high), color=SHADE, linewidth=0, zorder=0)
-        middle, wide = (start + min(end, high)) / 2, (min(end, high) - start) / (high - low)
+        middle = (start + min(end, high)) / 2
+        wide = (min(end, high) - start) / (high - low)
         if wide >= LEAST_LABELLED and low <= middle <= high:
             offset = {"xycoords": ("data", "axes fraction"), "xytext": (0, -2), "textcoords": "offset points"}
             axes.annotate(str(number), (middle, 1), ha="center", va="top", fontsize=8, color=DIM, **offset)
@@ -412,7 +426,8 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
 
 def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
     """Draw the batch as a staircase over samples or steps."""
-    one, sizes = unit.removesuffix("s"), [phase["global_batch_size"] for phase in phases]
+    one = unit.removesuffix("s")
+    sizes = [phase["global_batch_size"] for phase in phases]
     edges = [(phase[f"start_{one}"], phase[f"end_{one}"]) for phase in phases]
     end = edges[-1][1]
     axes.stairs(sizes, [*(first for first, _ in edges), end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
@@ -427,7 +442,8 @@ def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -
 
 def _panel_bars(axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str = "") -> None:
     """Draw one bar per phase, or a filled staircase if there are many."""
-    numbers, values = [phase["phase"] for phase in phases], [phase[name] for phase in phases]
+    numbers = [phase["phase"] for phase in phases]
+    values = [phase[name] for phase in phases]
     prepare(axes, x="phase", y="", title=title, integers=all(isinstance(value, int) for value in values))
     if len(phases) > 3 * MAX_WRITTEN:
         axes.stairs(values, [*numbers, numbers[-1] + 1], fill=True, color=BAR)
@@ -458,7 +474,8 @@ def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RateP
 
 def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
-        samples, style = _plot_means(axes, run, run.losses, number, label=run.name, linewidth=1.3), LINES[number % len(LINES)]
+        samples = _plot_means(axes, run, run.losses, number, label=run.name, linewidth=1.3)
+        style = LINES[number % len(LINES)]
         if run.eval_samples:
             marker = {"color": style["color"], "marker": style["marker"], "markerfacecolor": PAPER}
             axes.plot(run.eval_samples, run.eval_losses, linestyle="", label=f"{run.name}: evaluation", **marker)

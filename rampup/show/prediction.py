@@ -63,7 +63,9 @@ class Comparison(NamedTuple):
 
 def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row for people: a loss is off by nats, the rest by a share of the prediction."""
-    off, name, predicted = row["off"], row["quantity"], row["predicted"]
+    off = row["off"]
+    name = row["quantity"]
+    predicted = row["predicted"]
     share = "" if off is None else f"{off:+.3f}" if name == "loss" or not predicted else f"{off / predicted:+.0%}"
     return {
         "quantity": name.replace("_", " "),
@@ -119,7 +121,8 @@ def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comp
         different.append((len(changes), changes, candidate))
     _, changes, candidate = min(different, key=lambda each: each[0])
     # A run that was resumed may have had other batches before.
-    starts, batches = [tokens // length for tokens in candidate["start_tokens"]], candidate["sizes"]
+    starts = [tokens // length for tokens in candidate["start_tokens"]]
+    batches = candidate["sizes"]
     for step, end, size in zip(run.steps, run.samples, run.sizes, strict=True):
         predicted = batches[bisect.bisect_right(starts, end - size) - 1]
         if size != predicted and not changes:

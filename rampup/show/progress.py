@@ -131,8 +131,11 @@ class TrainProgress:
     ) -> None:
         default = Console(highlight=False, markup=False, force_terminal=False if is_for_a_log() else None)
         self._console = default if console is None else console
-        self._plan, self._log_period, self._quiet = plan, log_period, quiet
-        self._resume_options, self._has_command = resume_options, False
+        self._plan = plan
+        self._log_period = log_period
+        self._quiet = quiet
+        self._resume_options = resume_options
+        self._has_command = False
         self._unit = "tokens"
         # What the time left does not count: compilations, those of the first evaluation among them.
         self._compile_seconds, self._has_evaluated = 0.0, False

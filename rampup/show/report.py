@@ -88,7 +88,8 @@ def report_html(report: Report) -> str:
             phases += f"<p>Evaluation: {html.escape(split)}.</p>"
         sections["Phases"] = phases
         sections["Learning rate"] = _pictures(rate_panels(plan, report.rates)) if report.rates else ""
-        stages, microbatches = plan.splitter.num_stages, plan.splits[-1].num_pipeline_microbatches
+        stages = plan.splitter.num_stages
+        microbatches = plan.splits[-1].num_pipeline_microbatches
         if stages > 1 and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS:
             sections["Pipeline"] = f"<p>{stages} stages and {microbatches:,} microbatches: too many to draw.</p>"
         elif stages > 1:

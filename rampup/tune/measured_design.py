@@ -64,7 +64,8 @@ OPEN_RATIO = 2.64
 PRECISE = 4.0
 # The same for the first and the last step, and the shares of a run that their lines go through: the first that is precise.
 END_PRECISE = 8.0
-FIRST_SHARES, LAST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2), (1 / 4, 1 / 2)
+FIRST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+LAST_SHARES = (1 / 4, 1 / 2)
 # A half-life with which no step of an average fades.
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
@@ -321,7 +322,8 @@ def _seesaw_keys(sizes: Sequence[int]) -> dict[str, Any]:
 
 def _rate_rule(config: Config, reference: int) -> dict[str, Any]:
     """Return the keys that scale the learning rate with the batch: those of the configuration, or the optimizer's rule."""
-    rate, of_optimizer = config.batch_rule[0], "linear" if config.opt_type == "sgd" else "sqrt"
+    rate = config.batch_rule[0]
+    of_optimizer = "linear" if config.opt_type == "sgd" else "sqrt"
     own = config.learning_rate_batch_scaling != "auto" or (rate == "none" and config.batch_scaling != "none")
     if own:
         return {"learning_rate_batch_scaling": of_optimizer if rate == "none" else rate, "batch_scaling_reference": reference}
@@ -357,7 +359,9 @@ class Measurements(NamedTuple):
         """Read runs and results of `rampup tune`."""
         seconds: dict[int, float] = {}
         notes: list[str] = []
-        source, noise, losses = "", list[NoisePoint](), list[tuple[int, float]]()
+        source = ""
+        noise = list[NoisePoint]()
+        losses = list[tuple[int, float]]()
         for path in paths:
             if path.is_file():
                 try:
@@ -374,7 +378,8 @@ class Measurements(NamedTuple):
                 raise ConfigError(problem, key="measured")
             lines = _checked_lines(path)
             seconds = _run_seconds(path, config, lines, notes) | seconds
-            points, critical = _noise_points(lines), _critical_points(path)
+            points = _noise_points(lines)
+            critical = _critical_points(path)
             if critical:
                 # Both measure the same quantity, the critical batch better but only at its checkpoint. So before the first and
                 # after the last one, the noise scale counts, times the ratio of the two there unless one is only a bound.
@@ -393,7 +398,8 @@ class Measurements(NamedTuple):
                         "from the start on; `rampup critical RUN_DIR --step STEP` measures at an earlier checkpoint"
                     )
             if points and not noise:
-                source, noise = "critical" if critical else "noise_scale", points
+                source = "critical" if critical else "noise_scale"
+                noise = points
                 losses = [(line["consumed_samples"], line["loss"]) for line in lines if line.get("loss") is not None]
         if not noise:
             names = ", ".join(map(str, paths))
@@ -402,9 +408,11 @@ class Measurements(NamedTuple):
                 "or run `rampup critical RUN_DIR` at one or more checkpoints",
                 key="measured",
             )
-        what, larger = "noise scale", "measure over more samples, or in a larger batch"
+        what = "noise scale"
+        larger = "measure over more samples, or in a larger batch"
         if source == "critical":
-            what, larger = "critical batch", "measure again with larger --multiples"
+            what = "critical batch"
+            larger = "measure again with larger --multiples"
         lowest = [(point.samples, point.low) for point in noise if point.high == math.inf]
         highest = [(point.samples, point.noise) for point in noise if point.low == 0]
         notes += [
@@ -449,7 +457,8 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
 
 def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[int, float]:
     """Return the median step times of a run, and note how its model differs."""
-    throughput, length = measured_throughput(folder, lines), config.max_target_length
+    throughput = measured_throughput(folder, lines)
+    length = config.max_target_length
     if (folder / CONFIG_FILE).is_file():
         own = load_config(folder / CONFIG_FILE)
         if own.max_target_length != length:
@@ -475,7 +484,8 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
 
     A batch that needs a share x of additional tokens is x times the noise scale. Undecided ones are left out.
     """
-    parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, tuple[int, NoisePoint]]()
+    parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
+    by_step = dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
         try:
             found = json.loads(file.read_text(encoding="utf-8"))

@@ -24,7 +24,10 @@ MemoryOption = dict[str, Any]
 
 def find_memory_options(base: Programs, size: Size, usable: float, report: Report) -> list[MemoryOption]:
     """Return every option that saves memory at a microbatch: first those within `usable` bytes, then by the memory saved."""
-    config, axes, shapes, before = base.config, base.mesh.shape, base.state_shapes, base.bytes(size)
+    config = base.config
+    axes = base.mesh.shape
+    shapes = base.state_shapes
+    before = base.bytes(size)
     options: list[MemoryOption] = []
 
     def add(name: str, settings: Mapping[str, Any], used: float, saved: float, **more: Any) -> None:
@@ -51,7 +54,8 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
         try:
             programs = Programs(replace(config, **settings), base.devices, target=base.target)
             same_size = programs.size(size.microbatch_size)
-            used, problem = programs.bytes(same_size), "the compiler still runs out of memory"
+            used = programs.bytes(same_size)
+            problem = "the compiler still runs out of memory"
         except RampupError as error:
             used, problem = math.inf, str(error).splitlines()[0]
         if math.isinf(used):
@@ -62,7 +66,8 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
 
     # The next smaller microbatch that divides every phase.
     if legal := [b for b in base.splitter.legal_microbatches(base.plan.ramp.sizes) if b < size.microbatch_size]:
-        smaller, settings = base.size(legal[-1]), {"microbatch_size": legal[-1]}
+        smaller = base.size(legal[-1])
+        settings = {"microbatch_size": legal[-1]}
         used = base.bytes(smaller)
         add(f"a smaller microbatch, {legal[-1]}", settings, used, before - used, slowdown=slowdown(base, smaller))
     # Options that only take another compilation.

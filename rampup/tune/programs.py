@@ -66,7 +66,10 @@ class Programs:
     def __init__(
         self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None, *, target: Target | None = None
     ) -> None:
-        self.config, self.devices, self._report, self.target = config, tuple(devices), report, target
+        self.config = config
+        self.devices = tuple(devices)
+        self._report = report
+        self.target = target
         self.plan = build_plan(config, len(devices))
         self.mesh = make_mesh(self.plan.axes, devices)
         self.splitter = unconstrained(self.plan.splitter)
@@ -104,7 +107,8 @@ class Programs:
             to_come = "" if more is None else f", {f'at most {more:,}' if more else 'none'} to come"
             self._report(f"{name}: compiling{to_come}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
-            found, needed = answer.memory, refused_bytes(answer.refusal)
+            found = answer.memory
+            needed = refused_bytes(answer.refusal)
             problem = "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
             source = " (known)" if answer.cached else f" (compiled in {answer.seconds:.0f} s)"
         else:

@@ -142,7 +142,8 @@ def tune(
         target = _target(config, topology, memory_gib, num_devices)
         config = with_slices(config, target.topology)
         devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
-        limit, programs = target.limit, Programs(config, devices, report, target=target)
+        limit = target.limit
+        programs = Programs(config, devices, report, target=target)
     usable = int(limit * (1 - margin))
     facts: Facts = {
         "device": devices[0].device_kind,
@@ -177,7 +178,8 @@ def tune(
         facts |= {"largest_microbatch": largest, "next_larger": min(larger, default=None), "interrupted": True}
         if programs.target is not None and largest is not None:
             # The best settings that take no other sizes.
-            made, known = proposals(config, programs.plan, largest), programs.compiled_sizes
+            made = proposals(config, programs.plan, largest)
+            known = programs.compiled_sizes
             choices = [each for each in made if {split.microbatch_size for split in each.plan.splits} <= known]
             if choices:
                 _choose(facts, programs, choices, {})
@@ -191,7 +193,8 @@ def problem_of(facts: Facts) -> ConfigError | None:
     if (largest := facts["largest_microbatch"]) is not None:
         rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
         return ConfigError(f"microbatches of up to {largest} samples fit, but {rule}", key="microbatch_size")
-    smallest, limit = facts["candidates"][0], int(facts["memory_gib"] * GIB)
+    smallest = facts["candidates"][0]
+    limit = int(facts["memory_gib"] * GIB)
     # For absent slices, the refusal says how much it needs.
     placed = refused_bytes(facts["next_larger_run"]) if smallest["bytes"] is None else smallest["bytes"]
     needs = "more than the compiler could place" if math.isinf(placed) else f"{int(placed):,} bytes"
@@ -207,7 +210,8 @@ def problem_of(facts: Facts) -> ConfigError | None:
 
 def _search(facts: Facts, programs: Programs, memory_options: bool, report: Report) -> None:
     """Add everything that the search finds."""
-    usable, is_estimate = facts["usable_bytes"], programs.target is not None
+    usable = facts["usable_bytes"]
+    is_estimate = programs.target is not None
     largest, next_larger = (find_largest_compiled if is_estimate else find_largest)(programs, usable)
     facts |= {"largest_microbatch": largest, "next_larger": next_larger}
     if is_estimate:
@@ -222,7 +226,8 @@ def _search(facts: Facts, programs: Programs, memory_options: bool, report: Repo
             if not taken or choice.sizes <= sizes or len(sizes | choice.sizes) <= MAX_COMPILED_SIZES:
                 sizes |= choice.sizes
                 taken.append(choice)
-        choices, new = tuple(taken), sorted(sizes - programs.compiled_sizes)
+        choices = tuple(taken)
+        new = sorted(sizes - programs.compiled_sizes)
         for number, b in enumerate(new, start=1):
             programs.memory(programs.size(b), more=len(new) - number)
     elif choices:
@@ -258,7 +263,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         return max(start + slope * num_microbatches, 0.0)
 
     choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
-    chosen, least = choices[0], min(choice.run_seconds for choice in choices)
+    chosen = choices[0]
+    least = min(choice.run_seconds for choice in choices)
     if math.isfinite(least):
         # Ties go to fewer shapes, then to the earlier one.
         tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
@@ -266,7 +272,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         chosen = min(tied, key=lambda choice: len(choice.sizes))
     phases = []
     for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b, is_estimate = split.microbatch_size, programs.target is not None
+        b = split.microbatch_size
+        is_estimate = programs.target is not None
         # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
         size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = finite_or_none(step_time(b, split.num_microbatches))
@@ -300,7 +307,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
     if programs.target is None:
         return chosen
     # The programs of the chosen settings for absent slices: those of a step in the last phase.
-    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
+    last = chosen.reached[-1]
+    answers = [programs.answer(programs.size(b)) for b in chosen.sizes]
     largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
     facts["executables"], facts["compile_seconds"] = len(answers), sum(each.seconds for each in answers)
     facts["memory"] = largest and {**asdict(largest), "total": largest.total}
@@ -383,13 +391,15 @@ def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
     over the size, which starts with what a step takes of its arguments: the next size is where this line meets the limit, or
     just above the largest one that fits. A program far beyond the limit takes the compiler longest, so it is avoided.
     """
-    splitter, sizes_of_phases = programs.splitter, programs.plan.ramp.sizes
+    splitter = programs.splitter
+    sizes_of_phases = programs.plan.ramp.sizes
     sizes = splitter.legal_microbatches([max(sizes_of_phases)])
     index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])
     low, high = -1, len(sizes)
     while high - low > 1:
         size = programs.size(sizes[index])
-        memory, used = programs.memory(size, more=high - low - 2), programs.bytes(size)
+        memory = programs.memory(size, more=high - low - 2)
+        used = programs.bytes(size)
         low, high = (index, high) if used <= usable else (low, index)
         index = (low + high) // 2
         if memory is not None and used <= usable:
@@ -422,7 +432,8 @@ def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: fl
     trial = 0
     while high - low > 1:
         index = (low + high) // 2
-        start, rise = costs[sizes[low]], costs[sizes[high]] - costs[sizes[low]]
+        start = costs[sizes[low]]
+        rise = costs[sizes[high]] - costs[sizes[low]]
         if trial % 3 != 2 and math.isfinite(rise):
             size = sizes[low] + (limit - start) * (sizes[high] - sizes[low]) / rise
             index = next((index for index in range(high - 1, low, -1) if sizes[index] <= size), low + 1)
@@ -437,7 +448,9 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
     These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
     (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
     """
-    splitter, sizes, own = unconstrained(plan.splitter), plan.ramp.sizes, config.gradient_accumulation_steps
+    splitter = unconstrained(plan.splitter)
+    sizes = plan.ramp.sizes
+    own = config.gradient_accumulation_steps
 
     def propose(policy: str, microbatch_size: int, accumulation: int) -> Proposal | None:
         """Return the proposal if it is legal, leaves the ramp unchanged and has only microbatches that fit."""
@@ -481,7 +494,8 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
     rows = []
     for b in sorted(programs.compiled_sizes):
         size = programs.size(b)
-        used, timing = programs.bytes(size), times.get((b, size.num_microbatches))
+        used = programs.bytes(size)
+        timing = times.get((b, size.num_microbatches))
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
         row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite_or_none(used)}
         row |= {"fits": used <= usable, **dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))}
@@ -501,9 +515,11 @@ def _notes(
     best = min(choices, key=lambda choice: choice.run_seconds)
     if best.run_seconds < chosen.run_seconds:
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
-        tolerance, why = TIE_TOLERANCE, "such times vary more than that"
+        tolerance = TIE_TOLERANCE
+        why = "such times vary more than that"
         if programs.target is not None:
-            tolerance, why = ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic"
+            tolerance = ESTIMATE_TOLERANCE
+            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
         yield (
             f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
             f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "

@@ -206,7 +206,8 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
         if not is_out_of_memory(error):
             raise
         refusal = " ".join(str(error).split())[:_MAX_REFUSAL]
-    seconds, shape = time.perf_counter() - start, tuple((str(name), size) for name, size in mesh.shape.items())
+    seconds = time.perf_counter() - start
+    shape = tuple((str(name), size) for name, size in mesh.shape.items())
     account = None if compiled is None else account_of(Program(compiled.as_text()), shape)
     memory = None if compiled is None else program_memory(compiled)
     found = Compiled(memory=memory, account=account, refusal=refusal, seconds=seconds)
