@@ -65,7 +65,7 @@ PRECISE = 4.0
 # The same for the first and the last step, and the shares of a run that their lines go through: the first that is precise.
 END_PRECISE = 8.0
 FIRST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
-LAST_SHARES = (1 / 4, 1 / 2)
+LAST_SHARES = (1 / 4, 1 / 2, 1.0)
 # A half-life with which no step of an average fades.
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
