@@ -76,7 +76,8 @@ def train_step(
             `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up several means, such as
             one per token and one per row, returns a tuple of sums and one of weights: each sum is divided by its own weight
             over the whole step. That takes a pass over the weights before the first gradient, and the engine `fused`; the
-            cotangents are then the largest weight divided by each. With pipeline stages, a `PipelinedLoss`.
+            cotangents are then the largest weight divided by each, which matters only to a backward rule as above. With
+            pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
