@@ -171,7 +171,7 @@ class RampKeys(Settings):
         per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures
         (auto_schedule); the run ends with the first batch that reaches train_samples or train_tokens, or after steps. It sets
         enable_rampup_batch_size=false, measure_gradient_noise=true and the learning_rate_clock of the run's length, samples or
-        steps, also against a file below it; another value in the same place is an error. null: no schedule.""")
+        steps. That overrides base files; another value beside it is an error. null: no schedule.""")
     auto_schedule: AutoMode = _ramp("follow", choices=AUTO_MODES, own=True, doc="""
         What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
         size that it would use into the metrics, and the schedule at the end.""")

@@ -90,8 +90,9 @@ class CriticalBatch:
     Attributes:
         step: optimizer steps done in the checkpoint.
         branches: the branches, smallest batch first.
-        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none. If not, the
-            next three are None.
+        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none: the gain is
+            above three of its standard errors, and the tolerance is at most half of the gain and at least two standard errors
+            of every branch that was not stopped. If not, the next three are None.
         critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
         bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was tried, else `exact`.
         batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's

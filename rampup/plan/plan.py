@@ -55,7 +55,7 @@ class RampPlan:
         eval_global_batch_size: samples per evaluation batch. None = no evaluation batch, as if evaluation is off and its
             batch could not be split: an unused key is no error.
         learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to `reference_size`.
-        learning_rate_clock: the unit of the learning-rate schedule's progress.
+        learning_rate_clock: the unit of the learning-rate schedule's progress. A `Config` has another default, `samples`.
         learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
         expansion_factor_real_data: MaxText's key. If positive, the batch to load is this multiple of the training batch.
         assumed_tick_overhead: assumed fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
