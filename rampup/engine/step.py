@@ -497,9 +497,9 @@ class TrainStep:
                     found[name] = trace()
         return found
 
-    def segment_of(self, segment: ClockSegment) -> dict[str, np.number] | None:
-        """Return the numbers of a segment if the optimizer takes them: those of other optimizers know the plan."""
-        return segment_numbers(segment) if isinstance(self.tx, FollowingOptimizer) else None
+    def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
+        """Return the numbers of a segment if the optimizer takes them: other optimizers know the plan."""
+        return segment_numbers(segment) if segment is not None and isinstance(self.tx, FollowingOptimizer) else None
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""

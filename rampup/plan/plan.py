@@ -33,14 +33,14 @@ class PlanPosition:
         consumed_samples: samples consumed by these steps.
         phase: the phase of the next step.
         split: the split of the next step's batch.
-        segment: the segment of the learning rate's clock that the next step is in.
+        segment: the segment of the learning rate's clock that the next step is in; None if the rate follows none.
     """
 
     step: int
     consumed_samples: int
     phase: Phase
     split: BatchSplit
-    segment: ClockSegment
+    segment: ClockSegment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
