@@ -221,7 +221,7 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
 
     So are the parts of a loss, if there are several.
     """
-    monkeypatch.setattr("rampup.loop.metrics.peak_flops", {"cpu": 1e12}.get)
+    monkeypatch.setattr("rampup.plan.topology.peak_flops", {"cpu": 1e12}.get)
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, steps=4)
 
