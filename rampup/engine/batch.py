@@ -157,7 +157,7 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
         raise DataError(f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of numbers, and encode texts")
     if 0 in shape:
         raise DataError(f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it out of the rows")
-    target = jax.dtypes.canonicalize_dtype(dtype)
+    target = dtype if dtype.itemsize < 8 else jax.dtypes.canonicalize_dtype(dtype)
     if target == dtype:
         return x_nR
     # Without x64, JAX would take the lower half of an integer of 64 bits, and infinity for a large number.

@@ -288,7 +288,8 @@ class TrainStep:
         if self._is_fused:
             split = batch.position.split
             counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
-            args = self._padded(batch), counts, self._segment_on_devices(batch.position.segment)
+            segment = batch.position.segment
+            args = self._padded(batch), counts, segment and self._segment_on_devices(segment)
             lower = functools.partial(self._lower_program, Update.fused, state, *args)
             program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.

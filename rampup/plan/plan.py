@@ -33,7 +33,7 @@ class PlanPosition:
         consumed_samples: samples consumed by these steps.
         phase: the phase of the next step.
         split: the split of the next step's batch.
-        segment: the segment of the learning rate's clock that the next step is in; None if the rate follows none.
+        segment: the segment of the learning rate's clock that the next step is in, if the plan follows the run, or None.
     """
 
     step: int
@@ -183,7 +183,7 @@ class RampPlan:
         phase = self.ramp.phase_at(step)
         consumed = self.ramp.samples_before(step)
         split = self.splits[phase.index]
-        segment = self.segment_at(step)
+        segment = self.segment_at(step) if self.follows else None
         return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=split, segment=segment)
 
     def segment_at(self, step: int) -> ClockSegment:
