@@ -131,6 +131,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
         assert line["weights"][place] == float(weight)
 
 
+@pytest.mark.slow
 def test_interrupted_measurement_resumes(run, work, tmp_path):
     """After SIGTERM in the middle of a branch, the same call continues, and gives the same numbers as without it."""
     options = {"multiples": (1, 2, 4), "tokens": 4096}

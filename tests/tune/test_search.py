@@ -66,6 +66,7 @@ def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
     assert all(more >= len(tried) - number for number, more in enumerate(announced, start=1))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
     """Sizes that were compiled before are reported, with exit code 130; without one, there is nothing to say."""
     memory, number = Programs.memory, [0]
@@ -169,6 +170,7 @@ def programs():
     return Programs(Config(**TUNED), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_find_largest_is_exact_on_both_sides(programs):
     """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
