@@ -39,6 +39,8 @@ def workplace(tmp_path, monkeypatch):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "my.yml").write_text("base_config: configs/base.yml\nper_device_batch_size_increment: 5\n")
     (tmp_path / "my_skyrl.yml").write_text("trainer: {train_batch_size: 64, policy_mini_batch_size: 16}\n")
+    keys = "enable_rampup_batch_size: true\nper_device_batch_size: 8\nper_device_batch_size_start: 2\n"
+    (tmp_path / "my_maxtext.yml").write_text(f"{keys}per_device_batch_size_increment: 2\nglobal_rampup_samples: 3000\n")
     monkeypatch.chdir(tmp_path)
 
 
