@@ -24,10 +24,16 @@ BASE = "configs/base.yml"
 MIB = 2**20
 
 
-def compile_base(name, *settings, microbatch_size=2):
-    """Return the programs of base.yml for a slice, and the answer about one microbatch size."""
+# A ramp of larger batches than base.yml's, which small chips are not filled by.
+RAMP = ("per_device_batch_size=16", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
+RAMP += ("enable_rampup_batch_size=true",)
+
+
+def compile_base(name, *settings, microbatch_size=4):
+    """Return the programs of base.yml for a slice, with its own ramp, and the answer about one microbatch size."""
     topology = Topology.parse(name)
-    config = rampup.load_config(BASE, settings)
+    given = {setting.partition("=")[0] for setting in settings}
+    config = rampup.load_config(BASE, [*settings, *(keys for keys in RAMP if keys.partition("=")[0] not in given)])
     programs = Programs(config, topology_devices(topology), target=Target(topology=topology))
     return programs, programs.answer(programs.size(microbatch_size))
 
