@@ -396,17 +396,17 @@ class Run:
                 sizes, mode = plan.reserved_sizes, plan.auto_schedule
                 waste = config.auto_max_waste
                 auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows, max_waste=waste)
-        now = plan
+        rate = learning_rate(config, plan)
 
-        def plan_now() -> RampPlan:
+        def rate_now() -> LearningRate:
             # A ramp that follows the run grows while it runs.
-            nonlocal now
-            if auto is not None and plan.follows and len(auto.rows) > len(now.ramp.phases):
-                now = plan.grown(auto.ramp)
-            return now
+            nonlocal rate
+            if auto is not None and plan.follows and len(auto.rows) > len(rate.plan.ramp.phases):
+                rate = learning_rate(config, plan.grown(auto.ramp))
+            return rate
 
         def describe_rows(step: int) -> list[str]:
-            ramp = plan_now().ramp
+            ramp = rate_now().plan.ramp
             rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
@@ -421,7 +421,7 @@ class Run:
             batches_of=lambda other: replace(self.loader, plan=other).batches,
             folder=folder,
             metrics=MetricOptions(
-                learning_rate=lambda step: learning_rate(config, plan_now()).at(step),
+                learning_rate=lambda step: rate_now().at(step),
                 tokens_per_sample=config.max_target_length,
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                 writers=functools.partial(self.writers, folder),
