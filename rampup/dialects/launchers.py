@@ -28,12 +28,7 @@ _STARTERS = ("srun", "mpirun", "mpiexec")
 
 
 def read_header(text: str) -> dict[str, str]:
-    r"""Return the variables that the `#SBATCH` lines of a script set.
-
-    Example:
-        >>> read_header("#SBATCH --nodes=2\n#SBATCH --gres=gpu:a100:4")
-        {'SLURM_NNODES': '2', 'SLURM_JOB_NUM_NODES': '2', 'SLURM_GPUS_ON_NODE': '4'}
-    """
+    """Return the variables that the `#SBATCH` lines of a script set."""
     return read_options([word for line in _HEADER.findall(text) for word in line.partition(" #")[0].split()])
 
 
@@ -59,18 +54,15 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
 def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
     """Return how many processes `srun` or `mpirun` starts; empty if no such word is there, or its number is not known.
 
-    Args:
-        words: a command.
-        variable: returns the value of a variable of the job; empty without it.
+    `variable` returns the value of a variable of the job, or nothing.
     """
     names = [word.rpartition("/")[2] for word in words]
-    starter = next((name for name in names if name in _STARTERS), "")
-    if not starter:
+    place = next((place for place, name in enumerate(names) if name in _STARTERS), None)
+    if place is None:
         return ""
-    rest = words[names.index(starter) + 1 :]
-    if starter != "srun":
-        found = [value for option, value in _pairs(rest) if option in ("-np", "--np", "--ntasks")]
-        return found[0] if found else ""
+    rest = words[place + 1 :]
+    if names[place] != "srun":
+        return next((value for option, value in _pairs(rest) if option in ("-np", "--np", "--ntasks")), "")
     own = read_options(rest)
     if "SLURM_NTASKS" in own:
         return own["SLURM_NTASKS"]
@@ -111,18 +103,12 @@ class Container(NamedTuple):
 
 
 _Entries = Mapping[str, yaml.Node]
-_DEVICES = re.compile(r"(?:nvidia|amd)\.com/gpu|google\.com/tpu")
+_DEVICES = re.compile(r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count")
 _ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
 
 
 def find_containers(text: str) -> list[Container]:
-    r"""Return the commands of the containers in a manifest; none if the text is not one.
-
-    Example:
-        >>> text = "apiVersion: v1\nkind: Pod\nspec:\n  containers:\n  - command: [run, a b]\n    args: [$(N)]\n"
-        >>> find_containers(text + "    env: [{name: N, value: 4}]\n    resources: {limits: {nvidia.com/gpu: 8}}")
-        [Container(script="export N=4\nrun 'a b' 4", line=5, machine=Machine(devices=8, slices=1))]
-    """
+    """Return the commands of the containers in a manifest; none if the text is not one."""
     if not _MANIFEST.search(text):
         return []
     found: list[Container] = []
@@ -171,14 +157,9 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
     A job has `parallelism` pods, and a JobSet, a replica of it for each slice. A chip of TPU7x counts two devices.
     """
     resources = _entries(entries.get("resources"))
-    asked = [
-        value
-        for part in ("limits", "requests")
-        for name, value in _entries(resources.get(part)).items()
-        if _DEVICES.fullmatch(name)
-    ]
     pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
-    asked += [value for name, value in pool.items() if name in ("acceleratorCount", "accelerator_count")]
+    counts = [*_entries(resources.get("limits")).items(), *_entries(resources.get("requests")).items(), *pool.items()]
+    asked = [value for name, value in counts if _DEVICES.fullmatch(name)]
     if not asked:
         return None
     pods = replicas = chip = 1

@@ -1,33 +1,29 @@
 """Shell scripts as the commands that they would run. Nothing is executed and nothing is guessed.
 
-A script is parsed into nodes, and these are evaluated as bash would: assignments, arrays, `export`, expansions with operators,
-arithmetic, tests, loops, functions, here-documents and commands in quotes. A value that only a run could know (the output of a
+A script is parsed into nodes, and these are evaluated as bash would. A value that only a run could know (the output of a
 command, the environment, positional parameters) is *unknown*: a marker with a name in the text, which spreads to all that is
-made of it. If a condition is unknown, every branch is read, and a variable that differs between them is unknown.
+made of it. The environment counts as empty, so `${X:-8}` is 8.
 
-The environment counts as empty, so `${X:-8}` is 8. A branch that ends in `exit` is a check that has passed.
-
-The values of a variable form a small lattice. Below are known texts and lists; above them stand the markers, and nothing is
-known of a text beyond the names of the markers in it, which say what a user must give:
+The values of a variable form a small lattice. Below are known texts and lists; above them stand the markers, with the names of
+what a user must give:
 
 - `UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap in the words of a command.
 - `ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n`, `:-` and the like only.
 - `UNKNOWN`, what only a run can know.
 - `OPTIONS`, unknown as well, but some of its possible values set keys that matter: an error in the command that is chosen.
 
-Expansions, tests and arithmetic only go up: a result is unknown if a part on which it depends is; only an assignment of a known
-value goes down again. Where branches join (`_Reader.join`), a variable keeps its first value if all branches agree, or if its
-words set the same keys to the same values in all of them (`relevant`). Otherwise it goes up to a marker with the name of a
-variable of the condition, because to give that one settles all that differ; if the condition has none, the marker has the name
-of the variable that differs, and the condition as its reason. A branch that ends in `exit` does not take part. The state before
-the branches does, if it is possible that none of them is taken.
+Expansions, tests and arithmetic only go up; only an assignment of a known value goes down again. If a condition is unknown,
+every branch is read. Where they join (`_Reader.join`), a variable keeps its first value if all branches agree, or if its words
+set the same keys to the same values in all of them (`relevant`). Otherwise it goes up to a marker with the name of a variable
+of the condition, because to give that one settles all that differ; if the condition has none, the marker has the name of the
+variable that differs, and the condition as its reason. A branch that ends in `exit` is a check that has passed, and does not
+take part. The state before the branches does, if it is possible that none of them is taken.
 
 A loop is followed to its end while its condition is known, for at most `MAX_REPEATS` passes. From a pass on whose condition is
 unknown, the state is joined with that after the pass until it stays; and what a loop changes that is too long becomes unknown.
-The positional parameters are a variable (`@`), so that all of this holds for `shift` too.
 
-A script that another one starts or sources is read as well. Where the run begins is not known: `PWD` is `.` until a `cd`, and a
-relative path is that of the nearest file, from the folder of the script upwards.
+Where the run begins is not known: `PWD` is `.` until a `cd`, and a relative path of a script that this one starts or sources
+is that of the nearest file, from the folder of the script upwards.
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ import copy
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from types import MappingProxyType
@@ -46,9 +42,18 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, read_text
 from rampup.dialects.launchers import Machine, count_tasks, read_header, read_options
-from rampup.dialects.shell_expressions import VARIABLE, Test, apply_sign, compile_expression, to_number
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
-from rampup.dialects.shell_tools import READERS, Option, next_option, print_output, split_fields
+from rampup.dialects.shell_values import (
+    READERS,
+    VARIABLE,
+    Test,
+    apply_sign,
+    compile_expression,
+    print_output,
+    print_path,
+    split_fields,
+    to_number,
+)
 from rampup.dialects.unknown import (
     ARGUMENT,
     BREAK,
@@ -83,7 +88,6 @@ _SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
 _WRAPPERS = ("srun", "env", "nohup", "time", "timeout", "nice", "sudo", "setsid", "stdbuf", "mpirun", "mpiexec", "xargs")
 _OF_MACHINE = ("activate", "conda.sh", ".bashrc", ".profile", ".bash_profile", "profile")
 _STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s")
-_PATHS = re.compile(r"\s*(?:dirname|basename|realpath|readlink|pwd|cd)\b")
 # `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
 # What every machine sets, and what a match of a regular expression does.
@@ -93,35 +97,20 @@ _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 
 
 class Command(NamedTuple):
-    """A command of a script.
+    """A command of a script. A text is empty where there is nothing of its kind."""
 
-    Attributes:
-        words: its words after all expansions.
-        line: the line where it begins; 0 on the command line.
-        path: the file in which it stands.
-        script: the script that it starts or sources; empty if none.
-        unread: why that script is not read; empty if it is.
-        remark: how that script was found, if it was not where its name says.
-        places: file and line of the arguments with which its own script was started.
-        outer: the words of the command in whose quotes it stands.
-        tasks: how many processes run it, by Slurm or MPI; empty if nothing says so.
-        machine: the devices that the manifest around it asks for.
-        cut: the line in which a backslash before a comment or a blank ends it, though more seems to follow.
-        skipped: the condition under which it would run, though it does not.
-    """
-
-    words: tuple[str, ...]
-    line: int
-    path: str = ""
-    script: str = ""
-    unread: str = ""
-    remark: str = ""
-    places: Mapping[str, tuple[str, int]] = MappingProxyType({})
-    outer: tuple[str, ...] = ()
-    tasks: str = ""
-    machine: Machine = Machine()
-    cut: int = 0
-    skipped: str = ""
+    words: tuple[str, ...]  # after all expansions
+    line: int  # where it begins; 0 on the command line
+    path: str = ""  # the file in which it stands
+    script: str = ""  # the script that it starts or sources
+    unread: str = ""  # why that script is not read
+    remark: str = ""  # how that script was found, if it was not where its name says
+    places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # file and line of the arguments of its own script
+    outer: tuple[str, ...] = ()  # the words of the command in whose quotes it stands
+    tasks: str = ""  # how many processes run it, by Slurm or MPI
+    machine: Machine = Machine()  # the devices that the manifest around it asks for
+    cut: int = 0  # the line in which a backslash before a comment or a blank ends it, though more seems to follow
+    skipped: str = ""  # the condition under which it would run, though it does not
 
     def locate(self, value: Any, *words: str) -> Located:
         """Return a value that some words of the command set, and where they stand."""
@@ -130,26 +119,13 @@ class Command(NamedTuple):
         return Located(value=value, path=path, line=line or None)
 
 
-@dataclass(slots=True)
-class _Spent:
-    """What bounds the work."""
-
-    steps: int = 0
-    scripts: int = 0
-    launches: dict[tuple[str, int, str], int] = field(default_factory=dict)  # by the place that starts a script, and its file
-
-
 class _Stop(Exception):  # noqa: N818 - control flow, not an error
-    """`exit`, `return`, `break` or `continue`.
-
-    Attributes:
-        name: the word.
-        level: how many loops it leaves; or the status that `return` gives, -1 if unknown.
-    """
+    """`exit`, `return`, `break` or `continue`."""
 
     def __init__(self, name: str, level: int = 1) -> None:
         super().__init__(name)
-        self.name, self.level = name, level
+        self.name = name
+        self.level = level  # how many loops it leaves; or the status that `return` gives, -1 if unknown
 
     @property
     def is_check(self) -> bool:
@@ -186,31 +162,17 @@ def read_commands(
     relevant: Callable[[Sequence[str]], object] = tuple,
     line: int | None = None,
 ) -> list[Command]:
-    r"""Return the commands that a script would run, in order.
+    """Return the commands that a script would run, in order, or refuse what is no shell script.
 
-    Args:
-        text: the script.
-        path: its file, or another name of its source in the folder where it would run.
-        given: values of variables, which win over the script's own assignments.
-        nested: a quoted word or a here-document that matches is read as another script, as in `bash -c "..."`.
-        relevant: what matters of some words; branches that agree in it do not differ.
-        line: the line of all commands, if the text has no lines of its own.
-
-    Raises:
-        ConfigError: it is not a shell script: a quote or a compound command does not end.
-
-    Example:
-        >>> [command] = read_commands("N=2\nrun --n $((N * 4)) ${M:-8}", "x.sh", {}, re.compile("!"))
-        >>> command.words, command.line
-        (('run', '--n', '8', '8'), 2)
+    `given` are values of variables, which win over the script's own. A quoted word or a here-document that matches `nested` is
+    read as another script. Branches that agree in what is `relevant` of some words do not differ.
     """
     reader = _Reader(Path(path), given, nested, relevant)
     reader.env |= read_header(text)
     reader.exported |= reader.env.keys() - {"@"}
     try:
-        reader.run(parse(RESERVED.sub("?", text), line))
-    except _Stop:
-        pass
+        with contextlib.suppress(_Stop):
+            reader.run(parse(RESERVED.sub("?", text), line))
     except (IndexError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"cannot read the shell script: {reason}", path=str(path)) from None
@@ -280,7 +242,7 @@ class _Reader:
         self.functions: dict[str, Node] = {}
         self.commands: list[Command] = []
         self.skipped: list[tuple[str, Sequence[Any]]] = []  # branches that are not taken, and why
-        self.spent = _Spent()  # by all shells
+        self.spent = Counter[Any]()  # by all shells: "steps", "scripts", and launches by their place and script
         self.depth = 0
         self.why = _Why()  # of the last unknown condition
         self.left: list[_Left] = []
@@ -327,8 +289,8 @@ class _Reader:
     def pipe(self, nodes: Sequence[Node]) -> bool | None:
         status: bool | None = True
         for node in nodes:
-            self.spent.steps += 1
-            if self.spent.steps > MAX_STEPS:
+            self.spent["steps"] += 1
+            if self.spent["steps"] > MAX_STEPS:
                 raise ValueError(f"line {node.line}: it has more than {MAX_STEPS:,} steps")
             if len(nodes) == 1:
                 status = self.node(node)
@@ -474,7 +436,7 @@ class _Reader:
         is_broken = is_long = False
         for number in itertools.count():
             before = dict(self.env)
-            is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent.steps > MAX_STEPS // 8)
+            is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent["steps"] > MAX_STEPS // 8)
             status = step()
             if status is False:
                 break
@@ -699,7 +661,10 @@ class _Reader:
         return True
 
     def getopts(self, letters: str, name: str, arguments: list[str]) -> bool | None:
-        """Evaluate a call of `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it."""
+        """Evaluate a call of `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it.
+
+        Source: POSIX.1-2024.
+        """
         given = arguments or self.env["@"][1:]
         index = self.text("${OPTIND:-1}")
         word = given[int(index) - 1] if index.isdecimal() and 0 < int(index) <= len(given) else ""
@@ -707,15 +672,35 @@ class _Reader:
             self.assign(name, "", mark(name))
             self.assign("OPTARG", "", mark("OPTARG"))
             return None
-        found = next_option(letters, given, int(index), int(self.env.get("OPTIND@", "0")))
-        option = found or Option("?", None, int(index) + (word == "--"), 0)
-        self.assign(name, "", option.name)
-        self.env |= {"OPTIND": str(option.following), "OPTIND@": str(option.place)}
-        if option.argument is None:
+        option = "?"
+        argument = None
+        following = int(index)
+        place = int(self.env.get("OPTIND@", "0"))
+        found = bool(place) or (word[:1] == "-" and word not in ("-", "--"))
+        if found:
+            place = max(place, 1)
+            letter, rest = word[place], word[place + 1 :]
+            is_silent = letters.startswith(":")
+            takes = letters.partition(letter)[2][:1] == ":"
+            following, place = (following, place + 1) if rest and not takes else (following + 1, 0)
+            if letter == ":" or letter not in letters:
+                argument = letter if is_silent else None
+            elif not takes or rest:
+                option, argument = letter, rest if takes else None
+            elif following <= len(given):
+                option, argument = letter, given[following - 1]
+                following += 1
+            else:
+                option, argument = (":", letter) if is_silent else ("?", None)
+        else:
+            following += word == "--"
+        self.assign(name, "", option)
+        self.env |= {"OPTIND": str(following), "OPTIND@": str(place)}
+        if argument is None:
             self.env.pop("OPTARG", None)
         else:
-            self.assign("OPTARG", "", option.argument)
-        return found is not None
+            self.assign("OPTARG", "", argument)
+        return found
 
     def input(self, documents: Sequence[Document], *, empty: bool = True) -> str | None:
         """Return what the last here-document or here-string gives a command to read; `empty` as in `text`."""
@@ -762,7 +747,7 @@ class _Reader:
 
     def grep(self, nodes: Sequence[Node]) -> bool | None:
         """Return whether `... | grep -q TEXT` finds a plain text in what the commands before it print, if that is known."""
-        words = [word for raw in nodes[-1].words for word in self.words(raw)] if nodes[-1].kind == "command" else []
+        words = self.expanded(nodes[-1])
         if len(words) != 3 or words[0] != "grep" or not re.fullmatch(r"-[qiEF]*q[qiEF]*", words[1]):
             return None
         text = self.output(nodes[:-1])
@@ -839,10 +824,10 @@ class _Reader:
             if state in self.running:
                 raise ConfigError(f"{word} starts itself")
             start = (str(self.path), line, file)
-            if self.spent.launches.get(start, 0) >= MAX_LAUNCHES:
+            if self.spent[start] >= MAX_LAUNCHES:
                 raise ConfigError(f"line {line} of {self.path} starts {word} more than {MAX_LAUNCHES} times")
-            self.spent.scripts += 1
-            if self.depth + 1 >= MAX_NESTING or self.spent.scripts > MAX_SCRIPTS:
+            self.spent["scripts"] += 1
+            if self.depth + 1 >= MAX_NESTING or self.spent["scripts"] > MAX_SCRIPTS:
                 raise ConfigError(f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all")
             path = Path(file.removeprefix(f"{Path.cwd()}/"))
             self.commands[number] = command._replace(script=str(path), remark=remark)
@@ -853,8 +838,7 @@ class _Reader:
                 # What is typed may lack arguments; what a script starts has all that it gets.
                 changes["asks"] = line == 0 and not arguments
                 self.shell(text, None, own, [file, *arguments], **changes)
-                launches = any(self.nested.search(" ".join(row.words)) for row in self.commands[number + 1 :])
-                self.spent.launches[start] = self.spent.launches.get(start, 0) + launches
+                self.spent[start] += any(self.nested.search(" ".join(row.words)) for row in self.commands[number + 1 :])
                 return True
             with self.changed(**changes):
                 return self.call(lambda: self.script(text, None), [self.zero, *arguments] if arguments else None)
@@ -865,11 +849,7 @@ class _Reader:
         return True
 
     def find_file(self, word: str) -> tuple[str, str, str]:
-        """Return the file of a script that is started or sourced, the folder where it runs, and a remark on how it was found.
-
-        Raises:
-            ConfigError: there is none, or its name is unknown.
-        """
+        """Return the file of a script that is started or sourced, where it runs, and a remark on how it was found."""
         if word.startswith("<("):
             raise ConfigError(f"what {show_unknown(word)} prints is not known")
         # The working directory may be one of another machine.
@@ -1004,6 +984,10 @@ class _Reader:
         found = [word.replace(EMPTY, "") for word in text.split(BREAK) if word]
         return _Open(found) if is_open else found
 
+    def expanded(self, node: Node) -> list[str]:
+        """Return the words of a simple command; none of a compound."""
+        return [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
+
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
         """Return a raw word, or the inside of double quotes, as one text, without splitting it.
 
@@ -1057,16 +1041,19 @@ class _Reader:
         return ("$", at + 1) if match is None else (self.get(match[1]), match.end())
 
     def substitute(self, text: str) -> str | None:
-        """Return what a command substitution prints, if it is known."""
+        """Return what a command substitution prints, if it is known: that of one pipe, perhaps after `cd`."""
         try:
-            rows = parse(text, 0)
+            *before, (_, _, nodes) = parse(text, 0)
         except (ValueError, IndexError):
             return None
-        with self.changed(depth=self.depth + 1):
-            if self.depth >= MAX_NESTING:
+        with self.changed(depth=self.depth + 1, env=dict(self.env)):
+            if self.depth >= MAX_NESTING or any(len(pipe) > 1 or pipe[0].words[:1] != ["cd"] for _, _, pipe in before):
                 return None
-            printed = self.output(rows[0][2]) if len(rows) == 1 else None
-            return (self.print_path(rows) if _PATHS.match(text) else None) if printed is None else printed.rstrip("\n")
+            self.run(before)
+            printed = self.output(nodes)
+            if printed is None and len(nodes) == 1 and (words := self.expanded(nodes[0])):
+                return print_path(words, self.folder)
+            return printed and printed.rstrip("\n")
 
     def output(self, nodes: Sequence[Node]) -> str | None:
         """Return what a pipe of small programs prints, if it is known."""
@@ -1076,7 +1063,7 @@ class _Reader:
             return None if has_unknown(number) else str(number)
         text = ""
         for node in nodes:
-            words = [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
+            words = self.expanded(node)
             if not words or words[0] in self.functions:
                 return None
             given = self.input(node.parts, empty=False)
@@ -1098,29 +1085,6 @@ class _Reader:
                 return None
             text = printed
         return text
-
-    def print_path(self, rows: Sequence[Any]) -> str | None:
-        """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
-        folder, result = self.folder, None
-        for _, _, pipe in rows:
-            if pipe[0].kind != "command":
-                return None
-            name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
-            operands = [word for word in rest if not word.startswith("-")]
-            path = os.path.normpath(os.path.join(folder, *operands[:1]))
-            if len(pipe) > 1 or has_unknown(path) or not (operands or name == "pwd"):
-                return None
-            if name == "cd":
-                folder = path
-            elif name in ("pwd", "realpath", "readlink"):
-                result = path
-            elif name == "dirname":
-                result = os.path.dirname(operands[0]) or "."
-            elif name == "basename":
-                result = os.path.basename(operands[0]).removesuffix("".join(operands[1:]))
-            else:
-                return None
-        return result
 
     def parameter(self, body: str) -> Any:
         """Return the value of `${body}`."""
@@ -1216,8 +1180,8 @@ class _Reader:
             if not (text.isdecimal() or has_unknown(text)):
                 if self.depth >= MAX_NESTING:
                     raise ValueError(text)
-                self.spent.steps += 1
-                if self.spent.steps > MAX_STEPS:
+                self.spent["steps"] += 1
+                if self.spent["steps"] > MAX_STEPS:
                     raise RecursionError
                 with self.changed(depth=self.depth + 1):
                     text = self.evaluate(text)

@@ -42,8 +42,7 @@ class Node(NamedTuple):
 def parse(text: str, line: int | None = None) -> list[Any]:
     """Return the (connector, negated, commands of a pipe) rows of a script; `line` is that of all, if the text has none.
 
-    Raises:
-        ValueError, IndexError: a quote or a compound command does not end.
+    A quote or a compound command that does not end raises ValueError or IndexError.
     """
     return Parser(text, line).script()
 

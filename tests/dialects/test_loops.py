@@ -13,7 +13,6 @@ from rampup.dialects.unknown import explain_unknown, unknown_names
 NESTED = re.compile(r"\brun\b")
 LONG = 'N= V= REST=(); while [[ $# -gt 0 ]]; do case "$1" in --n) N="$2"; shift 2;; --n=*) N="${1#*=}"; shift;; -v|--verbose) V=1; shift;; --) shift; break;; *) REST+=("$1"); shift;; esac; done\nrun "$N" "$V" "${REST[@]}" "$@"'
 GETOPTS = 'N=256 M=1 V=0 E= U=; while getopts ":n:m:vh" o; do case $o in n) N=$OPTARG;; m) M=$OPTARG;; v) ((V++));; :) E=$OPTARG;; \\?) U=$OPTARG;; esac; done; shift $((OPTIND - 1))\nrun $N $M $V "$E" "$U" "$@" $OPTIND'
-GETOPT = 'N= B= V=; A=$(getopt -o n:v --long nodes:,batch-size:,verbose -n x.sh -- "$@")\nif [ $? != 0 ]; then exit 1; fi\neval set -- "$A"\nwhile true; do case "$1" in -n|--nodes) N="$2"; shift 2;; --batch-size) B="$2"; shift 2;; -v|--verbose) V=1; shift;; --) shift; break;; *) exit 1;; esac; done\nrun "$N" "$B" "$V" "$@"'
 # The script and its arguments.
 SCRIPTS = {
     "long options": (LONG, "--n 4 a -v b --n=8 -- --n c"),
@@ -42,9 +41,6 @@ SCRIPTS = {
     "getopts aloud": ('X=; while getopts "n:a" o; do case $o in n) N=$OPTARG;; ?) X=$o;; esac; done; run "$N" "$X" "$OPTARG"', "-n 3 -q -n"),
     "getopts of other words": ('N=; while getopts n: o -n 4 -n 5; do N+=$OPTARG; done; run $N', ""),
     "getopts twice": ('f() { local OPTIND=1; while getopts n: o "$@"; do N=$OPTARG; done; }; f -n 2; run $N; OPTIND=1; f -n 3; run $N', ""),
-    "getopt": (GETOPT, "-n4 x --batch-size=64 --verbose 'y"),
-    "getopt of an abbreviation": (GETOPT, "--batch 32 --no 2 -- --nodes 7"),
-    "getopt of nothing": (GETOPT, ""),
     "counted": ("S=0; for ((i = 0; i < 5; i++)); do if ((i % 2)); then continue; fi; S=$((S + i)); done; run $S $i", ""),
     "counted down": ("for ((i=8; i; i/=2)); do A+=($i); done; run ${A[@]}", ""),
     "counted by two": ("for ((i=0, j=10; i < j; i+=2, j--)); do run $i $j; done", ""),
@@ -139,6 +135,7 @@ OPEN = [
     ("IFS=, read -ra A <<< \"$CUDA_VISIBLE_DEVICES\"; N=${#A[@]}", "the script does not say what $A is"),
     ("A=(\"$(hosts)\" b); N=${#A[@]}${A[1]}", "2b"),
     ("#SBATCH --nodes=3\nN=$(scontrol show hostnames $SLURM_JOB_NODELIST | wc -l)", "3"),
+    ('set -- -n 2; A=$(getopt n: "$@"); eval set -- "$A"; while [ "$1" != -- ]; do case $1 in -n) N=$2; shift;; esac; shift; done', "what $A is"),
     ("set -- -n 2; while getopts $(x) o; do N=$OPTARG; done", "depends on it"),
     ("N=4; while [[ $# -gt 0 ]]; do case $1 in -n) N=$2; shift 2;; esac; done", "4"),
     ('N=4; while [ "$1" != "" ]; do case $1 in -n) N=$2; shift;; esac; shift; done', "4"),
