@@ -32,17 +32,11 @@ _TRLX_LOSSES = {"token-mean": "token-mean"}  # it has no key for it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A rollout or a run in another system's keys.
+    """A rollout or a run in another system's keys."""
 
-    Attributes:
-        values: dotted keys and their values.
-        facts: what that system takes elsewhere, as `rampup check` takes it: `num_processes=8`.
-        notes: what the system does otherwise than the plan, or needs in addition.
-    """
-
-    values: Mapping[str, Any]
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    values: Mapping[str, Any]  # by dotted key
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what the system takes elsewhere, as `rampup check` does
+    notes: tuple[str, ...] = ()  # what the system does otherwise than the plan, or needs in addition
 
     def to_yaml(self, system: str) -> str:
         """Return the text of the file, with the notes as comments."""
@@ -61,17 +55,7 @@ class Exported:
 
 
 def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, system: str) -> Exported:
-    """Return a rollout's batches in the keys of another system, checked by the rules of that system.
-
-    Args:
-        config: the configuration.
-        plan: its plan, from `build_rollout_plan(config, num_devices)`.
-        num_devices: devices that train.
-        system: one of `EXPORTS`.
-
-    Raises:
-        ConfigError: the system cannot run this plan; the message names the key and the reason.
-    """
+    """Return a rollout's batches in the keys of one of `EXPORTS`, checked by its rules, or refuse what it cannot run."""
     if system not in EXPORTS:
         raise choice_error("export", system, list(EXPORTS))
     rollout = _Rollout(system=system, config=config, plan=plan, axes=mesh_axes(config, num_devices), num_devices=num_devices)

@@ -26,22 +26,7 @@ from rampup.plan.ramp import BatchRamp
 
 
 def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
-    """Return what another system needs to run a plan's batches, checked by the rules of that system.
-
-    Args:
-        config: the configuration.
-        plan: its plan, from `build_plan(config, num_devices)`.
-        system: one of `PLAN_EXPORTS`.
-
-    Raises:
-        ConfigError: the system cannot run this plan; the message names the phase or the key, and the reason.
-
-    Example:
-        >>> from rampup.config.build import build_plan
-        >>> config = Config(batch_size_schedule="0:8 100:16", max_target_length=64)
-        >>> export_plan(config, build_plan(config, 2), "megatron").values["step_batch_size_schedule"]
-        '0:8 6656:16'
-    """
+    """Return what one of `PLAN_EXPORTS` needs to run a plan's batches, checked by its rules, or refuse what it cannot run."""
     if system not in PLAN_EXPORTS:
         raise choice_error("export", system, list(PLAN_EXPORTS))
     run = _Run(system=system, config=config, plan=plan)
@@ -51,23 +36,26 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
         return exported
     # The ramp that the system would run must be that of the plan; notes name rows that it reads and does not train on.
     job, notes = run.checked(exported), list(exported.notes)
-    wanted = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in plan.ramp.phases]
     found: list[tuple[int, int, int]] = []
     if isinstance(job, MegatronJob):
         ramp = job.ramp
         if job.has_schedule:
             # The thresholds as Megatron's floating-point numbers give them.
             ramp = BatchRamp.piecewise([(entry.as_run, entry.size) for entry in job.thresholds])
-        found = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases] if ramp else []
+        found = _rows(ramp) if ramp else []
     elif isinstance(job, MaxTextJob):
         found = job.ramp_phases or [(0, job.sizes.to_train, 0)]
         if lost := job.lost_at_ramp_end:
             notes.append(f"MaxText's loader drops {lost:,} rows at the end of the ramp; those after it move up.")
         if job.dropped_per_step:
             notes.append(f"MaxText loads a full sample per device and drops {job.dropped_per_step:,} rows in every step.")
-    for expected, row in itertools.zip_longest(wanted, found):
+    for expected, row in itertools.zip_longest(_rows(plan.ramp), found):
         run.require(expected == row, "export", f"a phase would be (step, batch, sample) {row} instead of {expected}")
     return replace(exported, notes=tuple(notes))
+
+
+def _rows(ramp: BatchRamp) -> list[tuple[int, int, int]]:
+    return [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +86,15 @@ class _Run(Target):
             self.require(size == 1 or axis in ("data", "fsdp", *axes), key, f"it has no axis like {axis}={size}; set {key}=1")
 
     def notes(self, *, clocks: tuple[str, ...], scaling: str = "none") -> Iterator[str]:
-        """Yield what of the plan's hyperparameters the system does otherwise.
-
-        Args:
-            clocks: what the system's learning rate can count.
-            scaling: how the system's learning rate depends on the batch.
-        """
+        """Yield the hyperparameters that differ in a system whose learning rate counts one of `clocks` and has a `scaling`."""
         if not self.grows:
             return
         name, plan = NAMES[self.system], self.plan
         if plan.learning_rate_clock not in clocks:
             yield f"The learning rate of {name} counts {clocks[0]}; that of the plan counts {plan.learning_rate_clock}."
         rules = {"none": "is the same for every batch", "sqrt": "grows with the square root of the batch"}
-        here = (
-            "follows the cuts of Seesaw" if plan.seesaw else rules.get(plan.learning_rate_batch_scaling, "grows with the batch")
-        )
+        here = rules.get(plan.learning_rate_batch_scaling, "grows with the batch")
+        here = "follows the cuts of Seesaw" if plan.seesaw else here
         if here != rules[scaling]:
             yield f"The learning rate of {name} {rules[scaling]}; that of the plan {here}."
         if self.config.batch_rule[1].is_active:
@@ -246,8 +228,7 @@ def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
         least = max(least, (phase.start_sample - before.global_batch_size) * count // k)
         most = min(most, phase.start_sample * count // k)
     found = LinearRamp(start=start, increment=growth, end=ramp.sizes[-1], samples=max(most, 1))
-    rows = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases]
-    return found if least < most and found.as_run() == rows else None
+    return found if least < most and found.as_run() == _rows(ramp) else None
 
 
 def _export_levanter(run: _Run) -> Exported:
