@@ -23,10 +23,7 @@ _RESPONSES = (
     r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size"
 )
 _NONE_IF_ONE = re.compile(rf"{_RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p")  # a value of 1 of these changes nothing
-_MULTIPLIES = re.compile(
-    rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*"
-    r"|batch_size"
-)
+_MULTIPLIES = re.compile(rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size")
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,7 @@ def _sections(key: str) -> Iterator[str]:
 
 @functools.cache
 def load_known_keys(system: str) -> KnownKeys:
-    """Return the table of a system.
-
-    Example:
-        >>> load_known_keys("verl").life("actor_rollout_ref.rollout.n"), load_known_keys("verl").life("data.n_samples")
-        ((2, 9), None)
-    """
+    """Return the table of a system."""
     lives: dict[str, Life] = {}
     for line in files(__package__).joinpath(f"{system}_keys.txt").read_text(encoding="utf-8").splitlines():
         section, _, rest = line.partition(": ")

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
-from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.known import load_known_keys, with_lines
 from rampup.dialects.reading import (
     Bases,
@@ -32,7 +31,18 @@ from rampup.dialects.reading import (
     read_source,
     type_settings,
 )
-from rampup.dialects.rules import Dialect, Job, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
+from rampup.dialects.rules import (
+    Dialect,
+    Job,
+    PretrainingJob,
+    Rule,
+    Side,
+    around,
+    at_least,
+    broken_rules,
+    found_by_run,
+    multiple,
+)
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -222,8 +232,7 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
         recognized=reading.recognized or bool(shipped),
     )
     defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
-    known_keys = load_known_keys(launch.keys)
-    settings = type_settings(reading, launch.entries, system=launch.system, defaults=defaults, known_keys=known_keys)
+    settings = type_settings(reading, launch, defaults)
     settings = dataclasses.replace(settings, looked_up=looked_up)
     if len(seen) > 1 and reading.command is not None:
         read = f"{', '.join(seen[1:])}: its base file, which is read."

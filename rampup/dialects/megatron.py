@@ -18,7 +18,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
-from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.known import find_open_forks, load_known_keys, with_lines
 from rampup.dialects.reading import (
     Entry,
@@ -32,7 +31,7 @@ from rampup.dialects.reading import (
     resolve_reference,
     type_settings,
 )
-from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
+from rampup.dialects.rules import Dialect, PretrainingJob, Rule, Side, around, at_least, multiple
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
@@ -195,7 +194,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     decides = _SIZES if command is not None else _LAYOUTS
     known_keys = load_known_keys("megatron")
     raise_together(list(find_open_forks(written, known_keys, (), "Megatron-LM", decides)))
-    settings = type_settings(reading, entries, system="Megatron")
+    settings = type_settings(reading, dataclasses.replace(launch, entries=entries))
     return dataclasses.replace(settings, looked_up=_program_options(command, written))
 
 

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.known import KnownKeys, find_open_forks, load_known_keys, with_lines
+from rampup.dialects.known import find_open_forks, load_known_keys, with_lines
 from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
@@ -71,11 +71,7 @@ class Reading:
         return {match[2] for word in words if (match := _SETTING.fullmatch(word)) and match[1] in signs}
 
     def rename(self, canonical: Callable[[str], str]) -> Reading:
-        """Return the same with the canonical names of keys.
-
-        Raises:
-            ConfigError: two names of a key have different values.
-        """
+        """Return the same with the canonical names of keys; two names of one with different values are refused."""
         leaves: dict[str, Located] = {}
         for name, value in self.leaves.items():
             known = canonical(name)
@@ -138,33 +134,14 @@ def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int
     return result, repeated
 
 
-def type_settings(
-    reading: Reading,
-    entries: Mapping[str, Entry],
-    *,
-    system: str,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-    groups: Iterable[str] = (),
-    known_keys: KnownKeys | None = None,
-    repeats: str = "",
-) -> Settings:
-    """Return the typed values of dotted keys. `${other.key}` and `${oc.select:other.key,default}` are resolved.
+def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] = MappingProxyType({})) -> Settings:
+    """Return the typed values of a reading's keys, above those of a base file in `defaults`; references are resolved.
 
-    Args:
-        reading: a file or a command.
-        entries: the keys that matter, by dotted name. Others are accepted, unless they look like a misspelling of one. One
-            that the file repeats is an error.
-        system: the name of the system, for errors.
-        defaults: values of a base file, which replace the system's defaults.
-        groups: first parts of the system's keys that are not in `entries`.
-        known_keys: all keys of the system. One that looks like a size and is not among them is an error until it is answered.
-        repeats: a hint for such an answer, see `Launch`.
-
-    Raises:
-        ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
-            the script does not set; all problems at once.
+    Refused, all at once, are keys that are mistyped, misspelt, given twice, open, or unknown sizes; and a reading that sets no
+    key of the system.
     """
-    chosen = _read_overrides(reading.overrides, entries, groups, reading.leaves)
+    entries, system = launch.entries, launch.system
+    chosen = _read_overrides(reading, launch)
     given = {**reading.leaves, **chosen}
     known = entries.keys() & given
     of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
@@ -179,10 +156,10 @@ def type_settings(
     ]
     problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
     problems += _find_misspelt(given, entries)
-    if known_keys is not None:
+    if launch.keys:
         sizes = [name for name, entry in entries.items() if entry.unit in ("prompts", "samples", "devices", "nodes")]
         others = {name: value for name, value in given.items() if name not in entries}
-        problems += find_open_forks(others, known_keys, sizes, system, repeats=repeats)
+        problems += find_open_forks(others, load_known_keys(launch.keys), sizes, system, repeats=launch.repeats)
     located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
@@ -217,20 +194,19 @@ def type_settings(
     return Settings(values=values, given=frozenset(known), others=others, notes=tuple(notes))
 
 
-def _read_overrides(
-    overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str], leaves: Mapping[str, Located]
-) -> dict[str, Located]:
-    """Return `key=value` settings of any key of the source or the system: of `entries`, or with the first part of one."""
-    groups = {*groups, *(name.partition(".")[0] for name in entries if "." in name)}
+def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
+    """Return `key=value` settings of any key of the source or the system: of its entries, or with the first part of one."""
+    entries = launch.entries
+    groups = {*launch.groups, *(name.partition(".")[0] for name in entries if "." in name)}
     is_flat = 2 * sum("." in name for name in entries) < len(entries)
     result = {}
-    for setting in overrides:
+    for setting in reading.overrides:
         name, equals, text = setting.partition("=")
         if not equals or name != name.strip() or name.startswith("-"):
             raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
         name = name.lstrip("+")
         result[name] = Located(value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE)
-        if name in entries or name in leaves:
+        if name in entries or name in reading.leaves:
             continue
         close = difflib.get_close_matches(name, entries, n=1, cutoff=0.8 if is_flat else 0.0)
         first, dot, _ = name.partition(".")
@@ -276,11 +252,7 @@ def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry])
 
 
 def resolve_reference(value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]) -> Any:
-    """Return the value that an OmegaConf reference stands for, or another value as it is; `name` is its key.
-
-    Raises:
-        ConfigError: the reference is circular, or to a key without a value.
-    """
+    """Return the value that an OmegaConf reference stands for, or another value as it is; `name` is its key."""
     for _ in range(_MAX_HOPS + 1):
         match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
@@ -349,12 +321,10 @@ class Launch:
     canonical: Callable[[str], str] = str  # from a key as written to its name in `entries`
     groups: Sequence[str] = ()  # first parts of its keys that are not in `entries`
     others: re.Pattern[str] = re.compile(r"(?!)")  # matches its programs that the rules do not cover
-    # From a command to the keys that its words set. A value may contain markers of what is unknown.
-    read: Callable[[Command], dict[str, Located]] = read_words
+    read: Callable[[Command], dict[str, Located]] = read_words  # the keys that a command sets; values may contain markers
     bases: Bases = field(default_factory=dict)  # the base files that it ships
     version: str = ""  # that of `bases`, for notes
-    # The base file that a program starts from if its command names none, by a part of the program's name; that of all others
-    # under the empty name, which needs no note.
+    # The base file that a program starts from if its command names none, by a part of its name; that of all others by "".
     programs: Mapping[str, str] = field(default_factory=dict)
     keys: str = ""  # the name of the table of all its keys
     repeats: str = ""  # what has the same effect as a fork's key that repeats each prompt
@@ -371,14 +341,8 @@ class Launch:
 def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True) -> Reading:
     """Read a YAML file, a shell script with those that it starts, or the words of a command.
 
-    Args:
-        source: the file, or the words.
-        overrides: `key=value` settings. A name that only the scripts have is one of their variables, and wins there.
-        launch: how the system is started.
-        strict: whether a script without such a command is an error, or sets nothing.
-
-    Raises:
-        ConfigError: the file cannot be read, or no command in it starts the system.
+    A name in `overrides` that only the scripts have is one of their variables, and wins there. A script without a command that
+    starts the system is an error if `strict`, or else sets nothing.
     """
     is_file = not isinstance(source, tuple)
     path, text = (COMMAND_LINE, shlex.join(source)) if isinstance(source, tuple) else (str(source), read_text(source))
@@ -519,10 +483,8 @@ def _base_folders(command: Command, path: str) -> list[Path]:
     ends = [Path(folder)]
     if folder.startswith("/"):  # perhaps of another machine
         ends += [Path(*ends[0].parts[first:]) for first in range(1, len(ends[0].parts))]
-    module = option(command, "-m") or ""
-    file = next((word for word in command.words if word.endswith(".py")), "")
-    program = Path(*module.split(".")[:-1]) if module else Path(file).parent
-    return [up / end for end in (*ends, program / folder) for up in Path(path).absolute().parents]
+    ends.append(Path(program_of(command)).parent / folder)
+    return [up / end for end in ends for up in Path(path).absolute().parents]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,11 +504,7 @@ ChooseVersion = Callable[[Reading, Mapping[str, Located]], Version]
 def read_hydra(
     source: Source, overrides: Sequence[str], launch: Launch, choose_version: ChooseVersion = lambda *_: Version()
 ) -> Settings:
-    """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`.
-
-    Raises:
-        ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
-    """
+    """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`."""
     chosen = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{PARENT}=")]
     others = [setting for setting in overrides if not setting.startswith(f"{PARENT}=")]
     reading = read_source(source, others, launch).rename(launch.canonical)
@@ -559,10 +517,7 @@ def read_hydra(
     reading = dataclasses.replace(reading, leaves=bases.beside | own, recognized=reading.recognized or bool(bases.named))
     version = choose_version(reading, bases.beside)
     known_keys = load_known_keys(launch.keys) if launch.keys else None
-    settings = type_settings(
-        reading, launch.entries, system=launch.system, defaults={**version.defaults, **bases.shipped}, groups=launch.groups,
-        known_keys=known_keys, repeats=launch.repeats,
-    )  # fmt: skip
+    settings = type_settings(reading, launch, {**version.defaults, **bases.shipped})
     notes = [*settings.notes, *version.notes]
     if reading.command is None and known_keys is not None:
         groups = {name.partition(".")[0] for name in known_keys.lives}
@@ -686,10 +641,7 @@ def repository_folders(path: str) -> list[Path]:
 
 
 def find_in_repository(path: str, place: str) -> list[Path]:
-    """Return what is at a place in the folders above a file, or in a copy of the system in one of their folders.
-
-    Copies are searched within a repository only, so that none beside it counts.
-    """
+    """Return what is at a place in the folders above a file, or in a copy of the system within its repository."""
     folders = repository_folders(path)
     is_repository = (folders[-1] / ".git").exists()
     found = []

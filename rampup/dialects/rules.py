@@ -9,13 +9,17 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from rampup.config.build import build_plan
+from rampup.config.schema import KEYS, Config
 from rampup.dialects.reading import Launch, Settings, Source, read_hydra
 from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
+from rampup.plan.plan import RampPlan
 
 MAX_TRIED = 512
 _WINDOW = 64
@@ -27,15 +31,10 @@ class Job:
     """The numbers that follow from a file, by that system's own formulas.
 
     A dialect's subclass computes them in `__init__`, from top to bottom. Rules, words and the verdict read them.
-
-    Attributes:
-        settings: the values of the file; `job[key]` is a shorthand.
-        version: the version of the system whose rules the job has, and how to choose another.
-        usable: True if all counts are positive and every model has a replica. Otherwise most numbers are not computed.
     """
 
-    usable: bool = True
-    version: str = ""
+    usable: bool = True  # whether all counts are positive and every model has a replica; else most numbers are not computed
+    version: str = ""  # the version of the system whose rules the job has, and how to choose another
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -69,12 +68,41 @@ class Job:
         return None
 
     def plan(self) -> Any:
-        """Return rampup's plan of the same run, or None if there is none.
-
-        Raises:
-            RampupError: rampup refuses the run.
-        """
+        """Return rampup's plan of the same run, or None if there is none; a RampupError if rampup refuses the run."""
         return None
+
+
+class PretrainingJob(Job):
+    """The numbers of a file whose run rampup's configuration may express."""
+
+    expressed: Collection[str] = ()  # the keys that `rampup_values` expresses, beside those of the same name
+    reasons: Mapping[str, str] = MappingProxyType({})  # why keys are left out, if not for want of a counterpart
+
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys, or raise a RampupError if they cannot express it."""
+        raise NotImplementedError
+
+    @cached_property
+    def planned(self) -> RampPlan | RampupError:
+        """Rampup's plan of the same run, or why there is none."""
+        try:
+            return build_plan(Config(**self.rampup_values()))
+        except RampupError as error:
+            return error
+
+    def plan(self) -> RampPlan | None:
+        """Return rampup's plan of the same run, or None if it cannot express it."""
+        return self.planned if isinstance(self.planned, RampPlan) else None
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        if isinstance(self.planned, RampupError):
+            return Conversion(refusal=str(self.planned))
+        values = self.rampup_values()
+        left_out = {key: why for key, why in self.reasons.items() if key in self.settings.given}
+        for key in sorted((self.settings.given - {*values, *self.expressed, *left_out}) | self.settings.others.keys()):
+            left_out[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
+        return Conversion(values=values, left_out=left_out)
 
 
 J = TypeVar("J", bound=Job)
@@ -84,27 +112,18 @@ Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Ter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Generic[J]):
-    """One rule of another system.
+    """One rule of another system."""
 
-    Attributes:
-        name: its id, such as `maxtext.ramp_grows`.
-        keys: the keys to change. Nearest values are those of the first key that has any.
-        holds: whether a job satisfies it.
-        message: the rule, the arithmetic and the numbers of a job that breaks it.
-        when: whether it applies to a job at all.
-        found_by: whether that system's own check finds it, or only the run.
-        candidates: values of the first key to try, nearest first. Without it, or if none is legal, whole numbers are tried;
-            if it returns None, no value is proposed.
-        division: the two numbers that it compares, such as dividend and divisor; candidates are made from them.
-    """
-
-    name: str
-    keys: tuple[str, ...]
+    name: str  # its id, such as `maxtext.ramp_grows`
+    keys: tuple[str, ...]  # the keys to change; nearest values are those of the first that has any
     holds: Callable[[J], bool]
-    message: Callable[[J], str]
-    when: Callable[[J], bool] = lambda _: True
+    message: Callable[[J], str]  # the rule, the arithmetic and the numbers of a job that breaks it
+    when: Callable[[J], bool] = lambda _: True  # whether it applies to a job at all
     found_by: FoundBy = "validator"
+    # Values of the first key to try, nearest first. Without it, or if none is legal, whole numbers are tried; if it returns
+    # None, no value is proposed.
     candidates: Callable[[J], Iterable[Any] | None] | None = None
+    # The two numbers that it compares, such as dividend and divisor: candidates are made from them.
     division: Callable[[J], tuple[int, int]] | None = None
 
     def is_broken(self, job: J) -> bool:
@@ -114,21 +133,13 @@ class Rule(Generic[J]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Everything that a check needs of one system.
+    """Everything that a check needs of one system."""
 
-    Attributes:
-        job: from settings to the numbers that follow.
-        rules: the rules that a job must satisfy.
-        launch: its name, its keys, and how it is started.
-        meanings, notes: functions of a job: pairs of a key, or other text, and what it means; what is legal but surprising.
-        reader: reads a source and `key=value` settings.
-    """
-
-    job: Callable[[Settings], Job]
+    job: Callable[[Settings], Job]  # from settings to the numbers that follow
     rules: Sequence[Rule[Any]]
-    launch: Launch
-    meanings: Callable[[Any], Iterable[tuple[str, str]]]
-    notes: Callable[[Any], Iterable[str]]
+    launch: Launch  # its name, its keys, and how it is started
+    meanings: Callable[[Any], Iterable[tuple[str, str]]]  # of a job: keys, or other texts, and what they mean
+    notes: Callable[[Any], Iterable[str]]  # of a job: what is legal but surprising
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
 
     def read(self, source: Source, overrides: Sequence[str]) -> Settings:
@@ -177,8 +188,13 @@ def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list
     """Return the rules that counts are unset or at least 1. `why` says what happens otherwise; options as in `Rule`."""
 
     def rule(key: str) -> Rule[Any]:
-        return Rule(name=f"{system}.positive.{key}", keys=(key,), holds=lambda job: job[key] is None or job[key] >= 1,
-            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}", **options)  # fmt: skip
+        return Rule(
+            name=f"{system}.positive.{key}",
+            keys=(key,),
+            holds=lambda job: job[key] is None or job[key] >= 1,
+            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
+            **options,
+        )
 
     return [rule(key) for key in keys]
 
@@ -305,8 +321,7 @@ def whole_numbers(
     """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
 
     `divisions` are dividend and divisor of the broken rule, if it has them: `value` may be a factor or a summand of the
-    dividend, or a factor of the divisor. Of the `others`, fewer multiples are returned. If `value` is None, the smallest are
-    first.
+    dividend, or a factor of the divisor. Of the `others`, fewer multiples are returned.
     """
     size = max(value or 1, 1)
     found = {*range(max(size - _WINDOW, 1), size + _WINDOW + 1), *(2**power for power in range(13))}

@@ -14,82 +14,48 @@ FoundBy = Literal["validator", "run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A rule that the file breaks.
+    """A rule that the file breaks."""
 
-    Attributes:
-        rule: its id, such as `skyrl.policy_mini_divides_train`.
-        keys: the keys to change, in that system's words.
-        message: the rule, the arithmetic with its names, and the fix.
-        nearest: legal values of the first key near the given one, smallest first.
-        found_by: `validator` if that system's own check reports it before the run; `run` if only the run fails.
-    """
-
-    rule: str
-    keys: tuple[str, ...]
-    message: str
-    nearest: tuple[Any, ...] = ()
-    found_by: FoundBy = "validator"
+    rule: str  # its id, such as `skyrl.policy_mini_divides_train`
+    keys: tuple[str, ...]  # the keys to change, in that system's words
+    message: str  # the rule, the arithmetic with its names, and the fix
+    nearest: tuple[Any, ...] = ()  # legal values of the first key near the given one, smallest first
+    found_by: FoundBy = "validator"  # that system's own check, before the run; or only the run, which fails
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One line of the table "what the file says / what it means".
+    """One line of the table "what the file says / what it means"."""
 
-    Attributes:
-        says: a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence of several.
-        means: its meaning, such as `1,280 samples per optimizer step`.
-    """
-
-    says: str
-    means: str
+    says: str  # a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence of several
+    means: str  # such as `1,280 samples per optimizer step`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """The part of a file that rampup's configuration can express.
+    """The part of a file that rampup's configuration can express."""
 
-    Attributes:
-        values: rampup's keys and their values; empty if there is a `refusal`.
-        left_out: the file's keys that have no counterpart, each with the reason.
-        refusal: why the file cannot be converted; None if it can.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    refusal: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)  # by rampup's keys
+    left_out: Mapping[str, str] = field(default_factory=dict)  # the file's keys without a counterpart, and the reasons
+    refusal: str | None = None  # why the file cannot be converted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a file really does, in one vocabulary.
-
-    Attributes:
-        system: the system that the file belongs to.
-        violations: all rules that it breaks.
-        outcome: what a run without violations does: it `runs`, `pads` its batches or `drops` samples.
-        notes: settings that are legal but surprising.
-        version: the version of the system whose rules these are.
-        summary: the numbers of a step in one line.
-        changes: each given size, and the derived numbers that change if it is doubled.
-        derived: the numbers that follow, such as `samples_per_step` and `optimizer_steps`.
-        phases: every phase of a ramp, as in `rampup plan --json`; None without a ramp.
-        meanings: the explanation for people.
-        plan: rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built.
-        conversion: the same run in rampup's keys; None for systems that have no counterpart.
-    """
+    """What a file really does, in one vocabulary."""
 
     system: str
     violations: tuple[Violation, ...] = ()
-    outcome: Run = "runs"
-    notes: tuple[str, ...] = ()
-    version: str = ""
-    summary: str = ""
-    changes: tuple[Meaning, ...] = ()
-    derived: Mapping[str, Any] = field(default_factory=dict)
-    phases: tuple[Mapping[str, Any], ...] | None = None
-    meanings: tuple[Meaning, ...] = ()
-    plan: Any = None
-    conversion: Conversion | None = None
+    outcome: Run = "runs"  # what a run without violations does
+    notes: tuple[str, ...] = ()  # settings that are legal but surprising
+    version: str = ""  # the version of the system whose rules these are
+    summary: str = ""  # the numbers of a step in one line
+    changes: tuple[Meaning, ...] = ()  # each given size, and the derived numbers that change if it is doubled
+    derived: Mapping[str, Any] = field(default_factory=dict)  # such as `samples_per_step` and `optimizer_steps`
+    phases: tuple[Mapping[str, Any], ...] | None = None  # of a ramp, as in `rampup plan --json`
+    meanings: tuple[Meaning, ...] = ()  # the explanation for people
+    plan: Any = None  # rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built
+    conversion: Conversion | None = None  # the same run in rampup's keys; None for systems that have no counterpart
 
     @property
     def validator(self) -> Validator:

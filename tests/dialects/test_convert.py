@@ -1,11 +1,11 @@
-"""Tests of rampup.dialects.convert: our YAML of another system's run, read back."""
+"""Tests of rampup.dialects.to_rampup: our YAML of another system's run, read back."""
 
 import pytest
 import yaml
 from helpers.dialect_files import cases, verdict
 
 from rampup import build_plan, load_config
-from rampup.dialects.convert import to_rampup
+from rampup.dialects import to_rampup
 from rampup.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rampup.config.yaml import read_text
-from rampup.dialects.reading import Reading, entry, read_leaves, type_settings
+from rampup.dialects.reading import Launch, Reading, entry, read_leaves, type_settings
 from rampup.errors import ConfigError
 
 ENTRIES = {
@@ -14,6 +14,7 @@ ENTRIES = {
     "trainer.micro_batch_size": entry(None, "samples"),
     "trainer.flag": entry(False, "a switch", kind="bool"),
 }
+LAUNCH = Launch(system="Some System", program=re.compile("!"), example="!", entries=ENTRIES)
 
 
 def read(tmp_path, text, *overrides):
@@ -22,7 +23,7 @@ def read(tmp_path, text, *overrides):
     file.write_text(text)
     leaves, repeated = read_leaves(read_text(file), str(file))
     reading = Reading(path=str(file), leaves=leaves, overrides=overrides, repeated=repeated)
-    return type_settings(reading, ENTRIES, system="Some System")
+    return type_settings(reading, LAUNCH)
 
 
 def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):
