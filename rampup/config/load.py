@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rampup.config.key import Key, Settings, closest_keys
-from rampup.config.presets import PRESETS
-from rampup.config.schema import BUDGET_KEYS, Config, auto_implies
+from rampup.config.schema import BUDGET_KEYS, PRESETS, Config, auto_implies
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.per_device import AUTO_SCHEDULE
@@ -30,15 +30,14 @@ def load_config(
 ) -> Config:
     """Read a configuration.
 
+    Values come from, in ascending order: defaults, the base_config chain, the file, and settings or variables. `Config.where`
+    returns the source of each value.
+
     Args:
         path: a YAML file. A bare name that does not exist here is looked up among the configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
         environ: environment variables. `RAMPUP_STEPS=10` sets `steps` and wins over the file.
         text: the content of the file, if it is not to be read from `path`.
-
-    Returns:
-        The checked configuration. Values come from, in ascending order: defaults, the base_config chain, the file, and
-        settings or variables. `Config.where` returns the source of each value.
 
     Raises:
         ConfigError: unknown keys or bad values, all at once, each with file, line and key; or a file that cannot be read.
@@ -54,16 +53,9 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> S:
-    """Read a configuration of any schema.
+    """Read a configuration of any schema; see `load_config`.
 
     In a file, a dotted key may also be nested. In a variable's name, underscores replace dots.
-
-    Args:
-        schema: the class whose attributes are the keys.
-        path, overrides, environ, text: see `load_config`.
-
-    Raises:
-        ConfigError: see `load_config`.
     """
     file = find_config(path)
     located, problems = locate_values(file, overrides, environ or {}, schema.keys(), text=text)
@@ -81,8 +73,12 @@ def load_settings(
     raise_together(problems, f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'} solved")
     if refused is None:
         return config
-    # Keys that contradict each other may come from different lines: the error names the file.
-    contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=str(file))
+    # Keys that contradict each other may come from different lines: the error names the file, or what won over it.
+    message = str(refused)
+    blamed = {problem.key for problem in refused.problems or (refused,)}
+    named = [entry for name, entry in located.items() if name in blamed or re.search(rf"(?<![\w.]){re.escape(name)}=", message)]
+    outside = dict.fromkeys(entry.path for entry in named if entry.line is None)
+    contradiction = ConfigError(message, key=refused.key, nearest=refused.nearest, path=" and ".join(outside) or str(file))
     contradiction.problems = refused.problems
     raise contradiction
 
@@ -90,10 +86,7 @@ def load_settings(
 def locate_values(
     file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
 ) -> tuple[dict[str, Located], list[RampupError]]:
-    """Return the unchecked value of each key that is set, with its place, and the errors about names that are no keys.
-
-    See `load_config` for arguments and errors.
-    """
+    """Return the unchecked value of each key that is set, with its place, and the errors about names that are no keys."""
     problems: list[RampupError] = []
 
     def unknown_key(name: str, entry: Located) -> ConfigError:
@@ -169,20 +162,12 @@ def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Map
 
 
 def names_in(path: str | Path) -> frozenset[str]:
-    """Return the top-level names in a file and in the files of its base_config chain, known or not.
-
-    Raises:
-        ConfigError: a file that is missing or cannot be read.
-    """
+    """Return the top-level names in a file and in the files of its base_config chain, known or not."""
     return frozenset().union(*_files(find_config(path)))
 
 
 def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
-    """Return the file with a name: in `folder` (by default the working directory), or among rampup's own configurations.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """Return the file with a name: in `folder` (by default the working directory), or among rampup's own configurations."""
     name = Path(path) if isinstance(path, str) else path  # one in a bucket stays what it is
     candidates = [name if folder is None else folder / name]
     if not name.is_absolute():

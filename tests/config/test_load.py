@@ -71,6 +71,24 @@ def test_unknown_keys_and_bad_values_are_one_list(write):
         load_config(write("stepz: 1\n"))
 
 
+@pytest.mark.parametrize(
+    ("text", "settings", "environ", "place"),
+    [
+        ("global_rampup_samples: 500\n", [], {}, "a.yml"),
+        ("steps: 9\n", ["global_rampup_samples=500"], {}, "command line"),
+        ("steps: 9\n", ["base_num_kv_heads=3"], {"RAMPUP_VOCAB_SIZE": "99"}, "command line and RAMPUP_VOCAB_SIZE"),
+        ("base_num_kv_heads: 3\n", ["log_period=4"], {}, "a.yml"),
+    ],
+)
+def test_contradiction_names_what_set_the_keys(write, text, settings, environ, place):
+    """The command line or the variable that set one of the keys, or the file if neither did."""
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, settings, environ=environ)
+    assert caught.value.path == place.replace("a.yml", str(path))
+    assert str(caught.value).startswith(f"{caught.value.path}: ")
+
+
 def test_circular_base_config_is_refused(write):
     """The error shows the cycle."""
     write("base_config: a.yml\n", "b.yml")
