@@ -6,7 +6,7 @@ The first broken rule ends the build. Then `rampup.config.refusal` finds every b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -63,14 +63,14 @@ def build_plan(
         raise ConfigError(text, key="num_devices", nearest=(1,))
     resumed: dict[str, Any] = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
     try:
-        return straight_plan(config, num_devices, **resumed)
+        return plan_or_first_error(config, num_devices, **resumed)
     except RampupError:
-        from rampup.config.refusal import explain
+        from rampup.config.refusal import all_problems
 
-        raise explain(config, num_devices, **resumed) from None
+        raise all_problems(config, num_devices, **resumed) from None
 
 
-def straight_plan(
+def plan_or_first_error(
     config: Config,
     num_devices: int,
     *,
@@ -93,29 +93,52 @@ def straight_plan(
             ramp = seesaw.ramp
     if eval_size is None:
         eval_size = eval_batch(config, num_devices, seesaw.base if seesaw else ramp, splitter)
-    plan = make_plan(
-        config,
-        num_devices,
-        axes=axes,
-        overhead=overhead,
-        splitter=splitter,
+    if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
+        most = pipeline_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
+        rules = (replace(splitter, num_repeats=number) for number in divisors(most))
+        splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
+    # The steps of a configuration are those of the planned ramp. With Seesaw, others consume the same samples.
+    steps = config.total_steps
+    schedule = None if config.learning_rate_schedule_steps == AUTO else config.learning_rate_schedule_steps
+    if seesaw is not None:
+        steps = None if steps is None else seesaw.steps_of(steps)
+        schedule = None if schedule is None else seesaw.steps_of(schedule)
+    rate_scaling, adam = config.batch_rule
+    auto_schedule = config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None
+    budget = budget_samples(config)
+    needed = math.ceil(budget or 1)
+    plan = RampPlan(
         ramp=ramp,
+        splitter=splitter,
+        num_devices=num_devices,
+        axes=axes,
+        total_steps=ramp.step_of_sample(needed - 1) + 1 if steps is None else steps,
+        eval_global_batch_size=eval_size,
+        learning_rate_batch_scaling=rate_scaling,
+        learning_rate_clock=config.learning_rate_clock,
+        learning_rate_schedule_steps=schedule,
+        expansion_factor_real_data=config.expansion_factor_real_data,
+        assumed_tick_overhead=overhead,
+        reference_batch_size=config.batch_scaling_reference,
         seesaw=seesaw,
-        eval_size=eval_size,
-        reserved_sizes=reserved_sizes,
+        reserved_sizes=tuple(reserved_sizes or ()),
+        auto_schedule=auto_schedule,
+        budget_samples=needed if budget is not None and auto_schedule == "follow" else None,
     )
+    if adam.is_active:
+        hyperparameters(config, plan.of_all_sizes)  # a rule can give a value that is no decay rate
     if config.measure_gradient_noise:
-        raise_together([*noise_problems(plan, plan.axes.data), *tied_head_problems(config, plan)])
+        problems = [*noise_problems(plan, axes.data)]
+        if splitter.num_stages > 1 and config.logits_via_embedding:
+            rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
+            reason = "the first and the last stage each have a part of the gradient of a tied embedding"
+            problems.append(ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)))
+        raise_together(problems)
     return plan
 
 
 def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
-    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one.
-
-    Example:
-        >>> mesh_axes(Config(ici_tensor_parallelism=2), 8).data
-        4
-    """
+    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one."""
     groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
     return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
 
@@ -224,56 +247,6 @@ def eval_batch(config: Config, num_devices: int, ramp: BatchRamp | None, splitte
         raise
 
 
-def make_plan(
-    config: Config,
-    num_devices: int,
-    *,
-    axes: MeshAxes,
-    overhead: Fraction,
-    splitter: BatchSplitter,
-    ramp: BatchRamp,
-    seesaw: Seesaw | None,
-    eval_size: int | None,
-    reserved_sizes: Sequence[int] | None,
-) -> RampPlan:
-    """Return the plan of these parts, with the length of the run and its hyperparameters."""
-    if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        most = pipeline_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
-        rules = (replace(splitter, num_repeats=number) for number in divisors(most))
-        splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
-    # The steps of a configuration are those of the planned ramp. With Seesaw, others consume the same samples.
-    run = config.total_steps
-    schedule = None if config.learning_rate_schedule_steps == AUTO else config.learning_rate_schedule_steps
-    if seesaw is not None:
-        run = None if run is None else seesaw.steps_of(run)
-        schedule = None if schedule is None else seesaw.steps_of(schedule)
-    rate_scaling, adam = config.batch_rule
-    is_auto = config.batch_size_schedule == AUTO_SCHEDULE
-    budget = budget_samples(config)
-    needed = math.ceil(budget or 1)
-    plan = RampPlan(
-        ramp=ramp,
-        splitter=splitter,
-        num_devices=num_devices,
-        axes=axes,
-        total_steps=ramp.step_of_sample(needed - 1) + 1 if run is None else run,
-        eval_global_batch_size=eval_size,
-        learning_rate_batch_scaling=rate_scaling,
-        learning_rate_clock=config.learning_rate_clock,
-        learning_rate_schedule_steps=schedule,
-        expansion_factor_real_data=config.expansion_factor_real_data,
-        assumed_tick_overhead=overhead,
-        reference_batch_size=config.batch_scaling_reference,
-        seesaw=seesaw,
-        reserved_sizes=tuple(reserved_sizes or ()),
-        auto_schedule=config.auto_schedule if is_auto else None,
-        budget_samples=None if budget is None or not (is_auto and config.auto_schedule == "follow") else needed,
-    )
-    if adam.is_active:
-        hyperparameters(config, plan.of_all_sizes)  # a rule can give a value that is no decay rate
-    return plan
-
-
 def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
     """Return the predicted time of a step in the last phase."""
     *_, last = splitter.split(ramp.sizes)
@@ -282,25 +255,8 @@ def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction
     return last.accumulation_steps * predicted_time(m, b, **shape, overhead=overhead)
 
 
-def tied_head_problems(config: Config, plan: RampPlan) -> Iterator[RampupError]:
-    """Yield the error about a head whose gradient noise no stage can measure."""
-    if plan.splitter.num_stages > 1 and config.logits_via_embedding:
-        rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
-        reason = "the first and the last stage each have a part of the gradient of a tied embedding"
-        yield ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,))
-
-
 def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:
-    """Return AdamW's constants for every segment of a plan's clock (`RampPlan.clock`).
-
-    Raises:
-        ConfigError: a rule gives a value that is no decay rate.
-
-    Example:
-        >>> config = Config(batch_size_schedule="0:8 80:16", adam_b2=0.81, batch_scaling="half_life")
-        >>> [constants.b2 for constants in hyperparameters(config, build_plan(config, 1))]
-        [0.9, 0.81]
-    """
+    """Return AdamW's constants for every segment of a plan's clock; a ConfigError if a rule gives one that is no decay rate."""
     return adam_constants(plan, adam_base(config), adam_scaling(config, plan))
 
 
@@ -331,11 +287,7 @@ def budget_samples(config: Config) -> Fraction | None:
 
 
 def with_slices(config: Config, topology: Topology | None) -> Config:
-    """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one.
-
-    Raises:
-        ConfigError: `num_slices` or `num_devices` is set to another number.
-    """
+    """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one."""
     if topology is None:
         return config
     for key in ("num_slices", "num_devices"):

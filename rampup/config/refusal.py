@@ -1,6 +1,6 @@
 """What is wrong with a configuration that has no plan: every broken rule, each with its place and the nearest legal values.
 
-`build_plan` calls `explain` after a rule was broken. It runs each stage of the build again, also those after a broken one.
+`build_plan` calls `all_problems` after a rule was broken. It runs each stage of the build again, also those after a broken one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
-from rampup.batch_size.noise_scale import noise_problems
 from rampup.config import build
 from rampup.config.resume import list_devices, numbers_that_can
 from rampup.config.schema import KEYS, Config
@@ -25,7 +25,7 @@ from rampup.plan.refusal import batch_error, nearest_batches
 from rampup.plan.split import BatchSplitter
 
 
-def explain(
+def all_problems(
     config: Config,
     num_devices: int,
     *,
@@ -36,7 +36,7 @@ def explain(
 ) -> RampupError:
     """Return one error with every rule that a configuration breaks. See `build_plan` for the arguments."""
     problems: list[RampupError] = []
-    axes = splitter = plan = None
+    axes = splitter = None
     # Neither has an effect on what is legal.
     overhead = Fraction(0)
     repeats = 1
@@ -71,28 +71,13 @@ def explain(
             closing = _devices_of_schedule(config, num_devices)
         return combine([*problems, *eval_problems], closing)
 
-    assert axes is not None
     assert splitter is not None
-    assert ramp is not None
-    problems = eval_problems
-    with _collected(problems, config):
-        plan = build.make_plan(
-            config,
-            num_devices,
-            axes=axes,
-            overhead=overhead,
-            splitter=splitter,
-            ramp=ramp,
-            seesaw=seesaw,
-            eval_size=eval_size,
-            reserved_sizes=reserved_sizes,
-        )
-    if not problems:
-        assert plan is not None
-        with _collected(problems, config):
-            raise_together(noise_problems(plan, plan.axes.data))
-        problems += build.tied_head_problems(config, plan)
-    return combine(problems)
+    if eval_problems:
+        eval_size = splitter.for_eval().smallest  # a legal one: only the other rules are left to check
+    resumed: dict[str, Any] = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
+    with _collected(eval_problems, config):
+        build.plan_or_first_error(config, num_devices, **resumed)
+    return combine(eval_problems)
 
 
 @contextlib.contextmanager

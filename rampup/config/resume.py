@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rampup.config.build import build_plan, straight_plan
+from rampup.config.build import build_plan, plan_or_first_error
 from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config
 from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
 from rampup.plan.learning_rate import Seesaw
@@ -35,19 +35,11 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
 
 
 def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
-    """Return the plan of a resumed run.
+    """Return the plan of a resumed run from the `ramp_record` in its checkpoint and the checkpoint's `step`.
 
-    If the keys that define the ramp are unchanged, so are the batches, also on another number of devices. If they define
-    another ramp, `on_plan_change` decides.
-
-    Args:
-        config: the configuration of the resumed run.
-        num_devices: its number of devices.
-        record: the `ramp_record` in the checkpoint, and the checkpoint's `step`.
-
-    Raises:
-        ResumeMismatchError: a global batch cannot be split here (the error gives the nearest numbers of devices that can), or
-            the ramp is another one (the error shows both).
+    Unchanged keys of the ramp keep its batches, also on another number of devices. If they define another ramp,
+    `on_plan_change` decides. A ResumeMismatchError gives the nearest numbers of devices that can split the batches, or shows
+    both ramps.
     """
     before = BatchRamp.from_rows(record["ramp"])
     now = ramp_keys(config)
@@ -111,11 +103,6 @@ def possible_devices(config: Config, plan: RampPlan) -> list[int]:
     """Return the numbers of devices on which a run can continue with the batches of a plan: each can split every one of them.
 
     If the configuration leaves an axis open that does not shard the batch, larger ones are left out.
-
-    Example:
-        >>> config = Config(batch_size_schedule="0:8 80:24", eval_interval=-1)
-        >>> possible_devices(config, build_plan(config, 4))
-        [1, 2, 4, 8]
     """
     same = _same_batches(config, plan.ramp, ramp_record(config, plan))
     return numbers_that_can(config, plan.ramp, plan.num_devices, same)
@@ -144,6 +131,6 @@ def numbers_that_can(config: Config, ramp: BatchRamp, num_devices: int, same: Ma
     found = []
     for number in [known * factor for factor in factors]:
         with contextlib.suppress(RampupError):
-            straight_plan(config, number, **same)
+            plan_or_first_error(config, number, **same)
             found.append(number)
     return found

@@ -7,7 +7,7 @@ from helpers.runs import recorded
 
 from rampup import Config, build_plan
 from rampup.config import resume
-from rampup.config.build import straight_plan
+from rampup.config.build import plan_or_first_error
 from rampup.config.resume import plan_to_resume, possible_devices
 from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
@@ -60,7 +60,9 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
     """A number that is refused does not start another search."""
     config = Config(**SCHEDULE, microbatch_size=4)
     plan, numbers = build_plan(config, 4), []
-    monkeypatch.setattr(resume, "straight_plan", lambda *args, **keys: numbers.append(args[1]) or straight_plan(*args, **keys))
+    monkeypatch.setattr(
+        resume, "plan_or_first_error", lambda *args, **keys: numbers.append(args[1]) or plan_or_first_error(*args, **keys)
+    )
     assert possible_devices(config, plan) == [1, 2, 4]
     assert numbers == [1, 2, 4, 8, 16]
 
