@@ -73,13 +73,13 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
     from rampup.plan.per_device import RampupBatchManager as RampupBatchManager
     from rampup.plan.per_device import ramp_from_config as ramp_from_config
+    from rampup.plan.pipeline import Timetable as Timetable
     from rampup.plan.plan import PlanPosition as PlanPosition
     from rampup.plan.plan import RampPlan as RampPlan
     from rampup.plan.ramp import BatchRamp as BatchRamp
     from rampup.plan.ramp import Phase as Phase
     from rampup.plan.split import BatchSplit as BatchSplit
     from rampup.plan.split import BatchSplitter as BatchSplitter
-    from rampup.plan.timetable import Timetable as Timetable
     from rampup.plan.topology import Topology as Topology
     from rampup.rl.load import load as load
     from rampup.rl.plan import RolloutPlan as RolloutPlan
@@ -108,7 +108,7 @@ _HOMES = {
     "rampup.plan.ramp": "BatchRamp Phase",
     "rampup.plan.learning_rate": "Seesaw",
     "rampup.plan.split": "BatchSplit BatchSplitter",
-    "rampup.plan.timetable": "Timetable",
+    "rampup.plan.pipeline": "Timetable",
     "rampup.plan.topology": "Topology",
     "rampup.rl.load": "load",
     "rampup.rl.plan": "RolloutPlan",

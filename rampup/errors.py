@@ -137,14 +137,6 @@ def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
     """Raise all problems as one error of the first problem's type. Do nothing if there are none.
 
     `closing` ends the message: what could not be checked because of these problems.
-
-    Example:
-        >>> raise_together([])
-        >>> raise_together([RampDefinitionError("no increment", key="a"), ConfigError("no steps", key="b")])
-        Traceback (most recent call last):
-        rampup.errors.RampDefinitionError: 2 problems:
-          1. no increment
-          2. no steps
     """
     if problems:
         raise combine(problems, closing)

@@ -67,8 +67,8 @@ class ConfigFile:
     def json_schema(self) -> dict[str, Any]:
         """The JSON schema (draft 2020-12) of every file with these keys, with which an editor checks and completes it.
 
-        The schema accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest
-        is left to `rampup plan`. Dotted keys may also be nested.
+        It accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest is left
+        to `rampup plan`. Dotted keys may also be nested.
         """
         base = {
             "description": "The configuration that provides all values not set here: a file in the same folder, or one that "
@@ -124,30 +124,15 @@ BASE_FILE = ConfigFile(
 
 
 def run_yaml(config: Settings, **changes: Any) -> str:
-    """Return a file that sets every key as a run has it. The run can be planned, plotted and repeated from this file.
+    """Return a file that sets every key as a run has it: it can be planned, plotted and repeated from this file.
 
-    Args:
-        config: the configuration.
-        changes: values that the run has found out, such as `num_devices`.
-
-    Example:
-        >>> "steps: 7" in run_yaml(Config(steps=7))
-        True
+    `changes` are values that the run has found out, such as `num_devices`.
     """
     return yaml_text("# The configuration that this run was last started with.\n", config.keys(), config.to_dict() | changes)
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:
-    """Return a file that sets every key, each under a comment; dotted keys are nested.
-
-    Example:
-        >>> print(yaml_text("# A file.", {"rl.mu": Key(kind="int", doc="Passes.", section="Run")}, {"rl.mu": 2}), end="")
-        # A file.
-        #### RUN ####
-        rl:
-          # Passes.
-          mu: 2
-    """
+    """Return a file that sets every key, each under a comment; dotted keys are nested."""
     lines, section, group = [head], None, ""
     for name, key in keys.items():
         if key.section != section:
@@ -162,12 +147,7 @@ def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> 
 
 
 def describe(key: Key) -> str:
-    """Return a key's documentation, with its unit and choices if the documentation leaves them out, and MaxText's default.
-
-    Example:
-        >>> describe(Key(kind="int", doc="Size of a buffer.", section="", unit="batches", maxtext="500"))
-        'Size of a buffer. Unit: batches. MaxText: 500.'
-    """
+    """Return a key's documentation, with its unit and choices if the documentation leaves them out, and MaxText's default."""
     remarks = [f"Unit: {key.unit}."] if key.unit and key.unit.rstrip("s") not in key.doc.lower() else []
     remarks += [f"One of {', '.join(key.choices)}."] if any(choice not in key.doc for choice in key.choices) else []
     remarks += [f"MaxText: {key.maxtext}."] if key.maxtext else []
@@ -175,12 +155,7 @@ def describe(key: Key) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Write a value so that YAML reads it back.
-
-    Example:
-        >>> yaml_value(None), yaml_value(True), yaml_value(1e-8), yaml_value("a: b")
-        ('null', 'true', '1.0e-08', '"a: b"')
-    """
+    """Write a value so that YAML reads it back."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -198,17 +173,7 @@ def yaml_value(value: Any) -> str:
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
     """Return the explanation of a key of the first file that has it, as `rampup explain --json` prints it.
 
-    Args:
-        name: the key.
-        files: the configuration files to look it up in.
-
-    Raises:
-        ConfigError: no file has such a key; names the closest ones.
-
-    Example:
-        >>> explained = explain("global_rampup_samples")
-        >>> explained["unit"], explained["default"], explained["maxtext_default"]
-        ('samples', 3000, '500')
+    An unknown key is a ConfigError with the closest ones.
     """
     file = next((file for file in files if name in file.keys), None)
     if file is None:

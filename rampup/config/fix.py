@@ -79,21 +79,10 @@ def find_fix(
     environ: Mapping[str, str] | None = None,
     check: Callable[[Config], object],
 ) -> Fix:
-    """Return a legal configuration near a refused one.
+    """Return a legal configuration near a refused one; `check` raises a RampupError unless a configuration is legal.
 
-    Args:
-        path, overrides, environ: as for `load_config`. A value that was set outside the file is changed there.
-        check: the check that a configuration must pass, such as building its plan. Raises a RampupError if it does not.
-
-    Raises:
-        RampupError: the file cannot be read, or no value that the errors offer leads to a legal configuration. The message
-            then names the problem that is left.
-
-    Example:
-        >>> from rampup.config.build import build_plan
-        >>> fix = find_fix("base.yml", ["per_device_batch_size=15"], check=lambda config: build_plan(config, 4))
-        >>> [(change.key, change.before, change.after, change.where) for change in fix.changes]
-        [('per_device_batch_size', '15', '16', 'command line')]
+    A value that was set outside the file is changed there. If no offered value leads to a legal configuration, or the file
+    cannot be read, that is a RampupError; it names the problem that is left.
     """
     file = find_config(path)
     text = read_text(file)
@@ -139,11 +128,7 @@ def find_fix(
 
 
 def write_fix(fix: Fix) -> None:
-    """Write the fixed text to the file, atomically and with the file's permissions.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the fixed text to the file, atomically and with the file's permissions, or raise a ConfigError."""
     target = fix.file.resolve()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -190,8 +175,8 @@ class _Draft:
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
         """Return the draft after edits, names first; None if one of them cannot be made.
 
-        A key gets a value as written in YAML, an unknown name the name of a key. An edit cannot be made if the text of the
-        value is an alias or has one, or if the right name is already there.
+        A key gets a value as written in YAML, an unknown name the name of a key. No edit can be made if the text of the value
+        is an alias or has one, or if the right name is already there.
         """
         draft: _Draft | None = self
         for name in sorted(edits, key=lambda name: name in KEYS):
@@ -296,10 +281,6 @@ def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> 
     """Return a schedule with near sizes in place of refused ones, moved as little as possible.
 
     It grows, stays and falls where it did; None if no such sizes are near.
-
-    Example:
-        >>> _with_near_sizes("0:60 1K:66 2K:96", {60: (48, 64), 66: (64, 80)})
-        '0:48 1K:64 2K:96'
     """
     written = SCHEDULED_SIZES.findall(schedule)
     try:

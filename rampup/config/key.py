@@ -128,12 +128,7 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """The legal values, in words.
-
-        Example:
-            >>> Key(kind="int", doc="", section="", minimum=1, also=(-1,)).expected
-            'a whole number, at least 1, or -1'
-        """
+        """The legal values, in words."""
         if self.choices:
             words = [f"one of {', '.join(self.choices)}"]
         else:
@@ -144,14 +139,9 @@ class Key:
         return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
     def read(self, name: str, value: object) -> Any:
-        """Convert a value to this key's type and check its limits.
+        """Convert a value from YAML or Python to this key's type and check its limits.
 
-        Args:
-            name: the key's name, for the error.
-            value: the value from YAML or Python.
-
-        Raises:
-            ConfigError: the value has another type or is outside the limits. The message gives the legal values.
+        A ConfigError about the key called `name` gives the legal values.
         """
         if value is None and "none" in self.choices:
             return "none"
@@ -221,11 +211,8 @@ def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **pro
 class Settings:
     """A checked configuration: one attribute per key, each value read once, when the object is made.
 
-    Attributes:
-        sources: where each value that was set comes from, by key.
-
-    Raises:
-        ConfigError: bad values, all of them at once; or keys that contradict each other, all of them at once.
+    `sources` says where each value that was set comes from, by key. All bad values are one ConfigError; if there are none, so
+    are all keys that contradict each other.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -289,12 +276,7 @@ class Settings:
 
 
 def attribute_of(name: str) -> str:
-    """Return the attribute that a key of the file becomes.
-
-    Example:
-        >>> attribute_of("rl.num_generations")
-        'num_generations'
-    """
+    """Return the attribute that a key of the file becomes: that of `rl.num_generations` is `num_generations`."""
     return name.rpartition(".")[2]
 
 
@@ -322,13 +304,7 @@ def _convert(kind: Kind, value: object) -> Any:
 
 
 def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str]:
-    """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling.
-
-    Example:
-        >>> from rampup.config.schema import KEYS
-        >>> [closest_keys(name, KEYS) for name in ("stepz", "lr")]
-        [(('steps',), 'the closest is steps'), (('learning_rate',), 'its name here is learning_rate')]
-    """
+    """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling."""
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
     if close := difflib.get_close_matches(name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS):
@@ -340,12 +316,6 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
 
 
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
-    """Return the keys that other systems call by a name.
-
-    Example:
-        >>> from rampup.config.schema import KEYS
-        >>> [keys_for_alias(name, KEYS) for name in ("lr", "seed", "steps")]
-        [('learning_rate',), ('init_weights_seed', 'data_shuffle_seed'), ()]
-    """
+    """Return the keys that other systems call by a name, such as `learning_rate` for `lr`."""
     word = name.lower().replace("-", "_")
     return tuple(key for key, aliases in ALIASES.items() if key in keys and word in aliases.split())

@@ -1,19 +1,19 @@
-"""The configuration keys: default, type, unit, limits and documentation of each.
+"""The configuration keys: default, type, unit, limits and documentation of each; and the presets that give them defaults.
 
 Names and meanings are MaxText's if MaxText has the key. The defaults are the values of configs/base.yml.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from rampup.batch_size.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.config.key import Settings, key
-from rampup.config.presets import PRESETS
-from rampup.config.presets import RAMP_KEYS as PRESET_RAMP_KEYS
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
@@ -33,7 +33,89 @@ _LINEAR_KEYS = (
 # The keys that set the length of a run; one of them is given.
 BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
 
-G = TypeVar("G")
+NANOCHAT_REFERENCE_TOKENS = 1_321_210_944
+NANOCHAT_REFERENCE_BATCH = 2**19
+# The keys with which a preset sets the batch.
+_PRESET_RAMP_KEYS = ("enable_rampup_batch_size", "batch_size_schedule", "batch_size_schedule_unit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A published rule."""
+
+    summary: str  # what it sets, in one or two sentences
+    source: str  # where it is published
+    keys: tuple[str, ...]  # the keys that it gives defaults to
+    # Their values for a run, from its tokens per sample and its tokens, None without a budget. A key that is set in the same
+    # file as `preset`, or nearer to the command line, wins.
+    values: Callable[[int, int | None], Mapping[str, Any]]
+
+
+def _samples(preset: str, tokens: int, length: int) -> int:
+    """Return a batch of tokens in samples, which must be a whole number."""
+    if tokens % length:
+        legal = [2**k for k in range(20) if tokens % 2**k == 0 and 2**k < length][-1:]
+        rule = f"preset={preset} has batches of {tokens:,} tokens, which max_target_length={length} does not divide"
+        nearest = f"; nearest: {legal[0]}" if legal else ""
+        raise ConfigError(f"{rule}{nearest}", key="max_target_length", nearest=legal)
+    return tokens // length
+
+
+def _schedule(preset: str, length: int, thresholds: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return a schedule from pairs of tokens consumed and tokens per batch."""
+    pairs = " ".join(f"{start}:{_samples(preset, batch, length)}" for start, batch in thresholds)
+    return dict(zip(_PRESET_RAMP_KEYS, (False, pairs, "tokens"), strict=True))
+
+
+def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
+    if tokens is None:
+        rule = "preset=nanochat computes the batch and the weight decay from the tokens of the run"
+        raise ConfigError(f"{rule}; set train_tokens or train_samples", key="train_tokens")
+    wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
+    return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
+        "batch_scaling_reference": _samples("nanochat", NANOCHAT_REFERENCE_BATCH, length),
+        "batch_scaling": "timescale",
+        "adam_weight_decay_reference_tokens": NANOCHAT_REFERENCE_TOKENS,
+    }
+
+
+PRESETS: dict[str, Preset] = {
+    "nanochat": Preset(
+        summary="Three formulas for a run of D tokens: a batch of 2**19 * (D / 1.32B)**0.383 tokens, rounded to a power of 2; "
+        "the learning rate times sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) * 1.32B / D, which keeps "
+        "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19. "
+        "Not all of nanochat's recipe: it applies the weight decay to the matrices of Muon only, and lets it fall to 0.",
+        source="karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025, arXiv 2505.13738; timescale of Wang "
+        "& Aitchison 2024, arXiv 2405.13698",
+        keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
+        values=_nanochat,
+    ),
+    "marin": Preset(
+        summary="adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in sequences of 4,096 tokens: the same "
+        "half-life in tokens for every batch, and no lower than is stable. The sweep of issue 4567 finds slightly lower "
+        "values.",
+        source="marin-community/marin, pull request 2447 (the floor) and issue 4567 (the sweep); Marek et al. 2025, arXiv "
+        "2507.07101",
+        keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
+        values=lambda length, tokens: {
+            "adam_b2": 0.999,
+            "batch_scaling": "half_life",
+            "adam_b2_floor": 0.95,
+            "batch_scaling_reference": _samples("marin", 32 * 4096, length),
+        },
+    ),
+    "olmo": Preset(
+        summary="The batch size warm-up of OLMo 1B: 1,024 sequences of 4,096 tokens, 2,048 after 168B tokens and 4,096 after "
+        "503B, where measured critical batch sizes allow them. learning_rate is that of the first batch and grows by sqrt(2) "
+        "with each doubling.",
+        source="Merrill et al. 2025, arXiv 2505.23971",
+        keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference"),
+        values=lambda length, tokens: (
+            _schedule("olmo", length, [(0, 1024 * 4096), (168 * 10**9, 2048 * 4096), (503 * 10**9, 4096 * 4096)])
+            | {"batch_scaling": "sqrt", "batch_scaling_reference": _samples("olmo", 1024 * 4096, length)}
+        ),
+    ),
+}
 
 # A key: its default, its properties, and its documentation, where a line break counts as a space.
 _run = partial(key, section="Run")
@@ -100,7 +182,7 @@ class RunKeys(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RampKeys(Settings):
+class BatchKeys(Settings):
     """The keys of the global batch of every step, and its microbatches."""
 
     per_device_batch_size: Fraction = _batch(Fraction(8), above=0, unit="samples", maxtext="12.0", ramp=True,
@@ -347,12 +429,6 @@ class OptimizerKeys(Settings):
         Type in which gradients are summed over the microbatches of a step: float32, or bfloat16 for half the memory, with an
         error of the gradient that grows with their number. bfloat16 needs gradient_accumulation fused.""")
 
-    @property
-    def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
-        """What the rule of `batch_scaling` does to the learning rate and to AdamW's constants."""
-        rate, adam = BATCH_RULES[self.batch_scaling]
-        return (rate if self.learning_rate_batch_scaling == "auto" else self.learning_rate_batch_scaling), adam
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKeys(Settings):
@@ -438,17 +514,10 @@ class DataKeys(Settings):
 # fmt: on
 
 
-def _view(group: type[G]) -> G:
-    """Return a property that is the configuration itself, which a type checker takes for one of its groups."""
-    return cast(G, property(lambda config: config))
-
-
 # The fields of the last base come first.
 @dataclass(frozen=True, kw_only=True)
-class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampKeys, RunKeys):
-    """A complete, checked configuration; every attribute is a key of the YAML file.
-
-    A function takes the group of keys that it needs. `config.ramp` and its like are the configuration itself, as one group.
+class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, BatchKeys, RunKeys):
+    """A complete, checked configuration; every attribute is a key of the YAML file. A function takes the group that it needs.
 
     Raises:
         ConfigError: the bad values or, if there are none, the keys that contradict each other. All of them at once.
@@ -458,41 +527,26 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         10
     """
 
-    run = _view(RunKeys)
-    ramp = _view(RampKeys)
-    devices = _view(DeviceKeys)
-    pipeline = _view(PipelineKeys)
-    optimizer = _view(OptimizerKeys)
-    model = _view(ModelKeys)
-    data = _view(DataKeys)
-
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
-        """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`.
-
-        Example:
-            >>> Config(steps=10).differences(Config(steps=20))
-            {'steps': {'a': 10, 'b': 20}}
-        """
+        """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`."""
         a, b = self.to_dict(), other.to_dict()
         return {name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]}
 
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the run, without Seesaw; None if a budget of samples or tokens decides, with the ramp."""
-        if self._has_budget:
+        if (self.train_samples, self.train_tokens) != (None, None):
             return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
 
     @property
-    def _has_budget(self) -> bool:
-        return (self.train_samples, self.train_tokens) != (None, None)
-
-    @property
     def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
-        """See `OptimizerKeys.batch_rule`. A batch that grows by measurement needs a rate that follows it."""
-        rate, adam = super().batch_rule
-        follows = (self.batch_size_schedule, self.auto_schedule) == (AUTO_SCHEDULE, "follow")
-        if follows and rate == "none" and self.learning_rate_batch_scaling == "auto":
+        """What the rule of `batch_scaling` does to the learning rate and to AdamW's constants."""
+        rate, adam = BATCH_RULES[self.batch_scaling]
+        if self.learning_rate_batch_scaling != "auto":
+            return self.learning_rate_batch_scaling, adam
+        if rate == "none" and (self.batch_size_schedule, self.auto_schedule) == (AUTO_SCHEDULE, "follow"):
+            # A batch that grows by measurement needs a rate that follows it.
             rate = "linear" if self.opt_type == "sgd" else "sqrt"
         return rate, adam
 
@@ -501,14 +555,14 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
         if self.batch_size_schedule == AUTO_SCHEDULE:
-            implied = auto_implies(has_budget=self._has_budget)
+            implied = auto_implies(has_budget=self.total_steps is None)
             found |= {name: value for name, value in implied.items() if name not in self._given}
-        if "steps" not in self._given and self._has_budget:
+        if "steps" not in self._given and self.total_steps is None:
             found["steps"] = -1
         if (preset := PRESETS.get(self.preset)) is not None:
             # A ramp of the user's own wins over that of the preset as a whole.
             own_ramp = "batch_size_schedule" in self._given or (_LINEAR in self._given and self.enable_rampup_batch_size)
-            left_out = self._given | set(PRESET_RAMP_KEYS if own_ramp else ())
+            left_out = self._given | set(_PRESET_RAMP_KEYS if own_ramp else ())
             tokens = self.train_tokens
             if tokens is None and self.train_samples is not None:
                 tokens = self.train_samples * self.max_target_length
@@ -557,9 +611,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
             refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided later.
-            needed = auto_implies(has_budget=self._has_budget) | {"rampup_microbatch": "fixed", "whole_batch": False}
+            has_budget = self.total_steps is None
+            needed = auto_implies(has_budget=has_budget) | {"rampup_microbatch": "fixed", "whole_batch": False}
             needed |= {"seesaw_factor": None}
-            needed |= {"learning_rate_schedule_steps": -1} if self._has_budget else {"adam_weight_decay_reference_tokens": None}
+            needed |= {"learning_rate_schedule_steps": -1} if has_budget else {"adam_weight_decay_reference_tokens": None}
             for name, legal in needed.items():
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()

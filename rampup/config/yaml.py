@@ -57,20 +57,9 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 
 def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
-    r"""Read YAML text that is one mapping.
+    """Read YAML text that is one mapping; `path` is its name in errors.
 
-    Args:
-        text: the text.
-        path: its name in errors.
-        repeated: if given, a name may be repeated: its last value counts, and its dotted name and line are added here.
-
-    Raises:
-        ConfigError: the text is not YAML or no mapping, repeats a name, or has a value with a tag.
-
-    Example:
-        >>> parsed = parse_mapping("steps: 1_000\nlearning_rate: 1e-5", "example.yml")
-        >>> parsed["steps"].value, parsed["learning_rate"].value, str(parsed["learning_rate"])
-        (1000, 1e-05, 'example.yml:2')
+    If `repeated` is given, a name may be repeated: its last value counts, and its dotted name and line are added there.
     """
     mapping, twice = _parse(text, path, repeated is not None)
     if repeated is not None:
@@ -107,16 +96,7 @@ def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dic
 
 
 def positions(text: str) -> dict[str, tuple[slice, slice]]:
-    r"""Return the position in the text of each key of a mapping and of its value. Values with an alias or a tag are left out.
-
-    Raises:
-        ConfigError: the text is not a mapping.
-
-    Example:
-        >>> name, value = positions("# A comment.\nsteps: 10  # ten")["steps"]
-        >>> "# A comment.\nsteps: 10  # ten"[value]
-        '10'
-    """
+    """Return the position in a mapping's text of each key and of its value. Values with an alias or a tag are left out."""
     parse_mapping(text, "text")
     root = yaml.compose(text, Loader=_Loader)
     assert isinstance(root, yaml.MappingNode)
@@ -129,22 +109,13 @@ def positions(text: str) -> dict[str, tuple[slice, slice]]:
 
 
 def parse_scalar(text: str, path: str) -> Any:
-    """Return the value that YAML reads from a text, for example from the command line.
-
-    Example:
-        >>> parse_scalar("1e3", "command line"), parse_scalar("None", "command line"), parse_scalar("0:8 9:16", "command line")
-        (1000.0, None, '0:8 9:16')
-    """
+    """Return the value that YAML reads from a text, for example from the command line."""
     tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
     return _scalar(text, tag, path, line=None)
 
 
 def read_text(path: str | Path) -> str:
-    """Return a text file's content.
-
-    Raises:
-        ConfigError: the file cannot be read, is larger than `MAX_BYTES` or is not UTF-8.
-    """
+    """Return a text file's content; a ConfigError if it cannot be read, is larger than `MAX_BYTES` or is not UTF-8."""
     try:
         # `open` of a path in a bucket is that of its file system.
         with open(path, "rb") if isinstance(path, str) else path.open("rb") as file:

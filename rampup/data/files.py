@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rampup.config.schema import DataKeys, ModelKeys
+from rampup.config.schema import Config
 from rampup.data.sources import RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
 from rampup.errors import DataError
 
@@ -31,7 +31,7 @@ _THREADS = 8
 _SETTLED_NS = 2 * 10**9
 
 
-def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
+def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     """Return the rows to train on and the rows to evaluate on.
 
     Files are named by glob patterns. Without `grain_train_files`, `text` is the Python standard library's own source. Without
@@ -41,19 +41,19 @@ def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource
     Raises:
         DataError: no such files, files that cannot be read, or too few rows.
     """
-    shape: dict[str, Any] = {"sequence_length": model.max_target_length, "vocab_size": model.vocab_size}
-    if data.dataset_type == "synthetic":
+    shape: dict[str, Any] = {"sequence_length": config.max_target_length, "vocab_size": config.vocab_size}
+    if config.dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
-    paths = _find_files(data.grain_train_files, "grain_train_files")
-    eval_paths = None if data.grain_eval_files is None else _find_files(data.grain_eval_files, "grain_eval_files")
-    if data.dataset_type == "text" and eval_paths is None:
+    paths = _find_files(config.grain_train_files, "grain_train_files")
+    eval_paths = None if config.grain_eval_files is None else _find_files(config.grain_eval_files, "grain_eval_files")
+    if config.dataset_type == "text" and eval_paths is None:
         # Every n-th file, so that evaluation reads from all folders and not only from the last one.
-        period = max(round(1 / data.eval_holdout_fraction), 2)
+        period = max(round(1 / config.eval_holdout_fraction), 2)
         eval_paths = paths[period // 2 :: period] or None  # None: too few files to spare one
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
-        if data.dataset_type == "text":
+        if config.dataset_type == "text":
             # All bytes, with a zero after each file.
             pieces: list[bytes] = []
             for path in files:
@@ -62,10 +62,10 @@ def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
             rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
-        elif data.dataset_type == "arrayrecord":
-            rows = RecordRows(files, dtype=data.token_dtype, **shape)
+        elif config.dataset_type == "arrayrecord":
+            rows = RecordRows(files, dtype=config.token_dtype, **shape)
         else:
-            rows = TokenRows([open_token_file(path, data.token_dtype) for path in files], files, **shape)
+            rows = TokenRows([open_token_file(path, config.token_dtype) for path in files], files, **shape)
         if len(rows) == 0:
             raise DataError(f"{', '.join(files)[:300]}: fewer than two tokens are not a row")
         return rows
@@ -74,7 +74,7 @@ def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource
     if eval_paths is not None:
         return train, open_one(eval_paths)
     # The last rows, so that the numbers of the training rows do not depend on how many are held out.
-    held_out = max(round(len(train) * data.eval_holdout_fraction), 1)
+    held_out = max(round(len(train) * config.eval_holdout_fraction), 1)
     if held_out >= len(train):
         problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
         fix = "add text, set a smaller max_target_length, or name grain_eval_files"

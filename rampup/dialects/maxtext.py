@@ -49,9 +49,9 @@ from rampup.dialects.verdict import Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
+from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, restarted_segments
-from rampup.plan.timetable import bubble_fraction
 
 START = "per_device_batch_size_start"
 INCREMENT = "per_device_batch_size_increment"

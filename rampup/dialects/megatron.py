@@ -37,10 +37,10 @@ from rampup.dialects.unknown import unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
 from rampup.errors import ConfigError, raise_together
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
+from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
 from rampup.plan.split import BatchSplitter
-from rampup.plan.timetable import bubble_fraction
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
 MICRO = "micro_batch_size"

@@ -339,7 +339,7 @@ class _Branches:
         self.setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=optimizer(fused, rate, run_plan))
         self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
-        rows, _ = open_sources(config.data, config.model)
+        rows, _ = open_sources(config)
         found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
         for name, value in found.items():
             if name in record and record[name] != value:

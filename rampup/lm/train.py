@@ -307,7 +307,7 @@ class Run:
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
-        train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
+        train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config))
         # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
         paths = files_of(train_rows)
         check_consistent({"num_rows": len(train_rows)} | ({"data": beginnings(paths)} if loading.reads else {}))
@@ -525,7 +525,7 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
     if not 0 <= step < plan.total_steps:
         last = plan.total_steps - 1
         raise ConfigError(f"step={step} must be from 0 to {last}", key="step", nearest=(0, last))
-    rows, _ = open_sources(config.data, config.model)
+    rows, _ = open_sources(config)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]

@@ -166,21 +166,9 @@ def token_budget(
 ) -> dict[str, Any]:
     """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
 
-    `fewer_steps_than_first` is the number of optimizer steps that the ramp saves compared with its first batch size, and
-    `more_steps_than_final` the number of additional steps compared with its last one. A decreasing batch size makes them
-    negative.
-
-    Args:
-        ramp: maps samples to the global batch size.
-        tokens: the budget.
-        tokens_per_sample: tokens in one sample.
-        tokens_per_second: throughput by global batch size, for the time. A missing size uses the nearest one, by ratio.
-
-    Example:
-        >>> ramp, rates = BatchRamp.from_schedule("0:8 80:16"), {8: Fraction(100), 16: Fraction(200)}
-        >>> budget = token_budget(ramp, tokens=2400, tokens_per_sample=10, tokens_per_second=rates)
-        >>> [budget[name] for name in ("num_samples", "steps", "steps_at_first", "steps_at_final", "tokens_per_second")]
-        [240, 20, 30, 15, 150.0]
+    `fewer_steps_than_first` are steps saved compared with the first batch size, `more_steps_than_final` steps added compared
+    with the last; of a decreasing batch they are negative. A size without throughput in `tokens_per_second` uses the nearest
+    one, by ratio.
     """
     for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
         if not 1 <= value <= MAX_COUNT:

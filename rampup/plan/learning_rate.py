@@ -1,12 +1,10 @@
 """The learning rate during a ramp: its scale in each phase, and the clock of its schedule.
 
-Seesaw: cuts of the learning rate that become growth of the batch (Meterez et al. 2025, arXiv 2510.14717).
-
-A schedule that cuts the learning rate by a at a batch B behaves like one that cuts it by sqrt(a) and makes the batch a times
-larger, as long as the noise of the gradient dominates; the second takes fewer steps. For SGD, the batch takes the whole cut
-(Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level * growth**exponent`: `level` is the rate of the planned
-schedule relative to its peak and `growth` the batch relative to the planned one. So a batch that is capped or rounded leaves
-the rest of the cut to the rate.
+Seesaw makes cuts of the learning rate into growth of the batch (Meterez et al. 2025, arXiv 2510.14717). A cut by a at a batch B
+behaves like a cut by sqrt(a) with a batch a times larger, as long as the noise of the gradient dominates, and takes fewer
+steps. For SGD, the batch takes the whole cut (Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level *
+growth**exponent`: `level` is the planned rate relative to its peak, `growth` the batch relative to the planned one. So a batch
+that is capped or rounded leaves the rest of the cut to the rate.
 """
 
 from __future__ import annotations
@@ -29,17 +27,9 @@ MAX_CUTS = 10_000
 
 
 def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: BatchScaling) -> float:
-    """Return the factor on the learning rate for a batch other than the reference batch.
+    """Return the factor on the learning rate for a batch other than that for which the rate was chosen.
 
-    Args:
-        global_batch_size: samples per optimizer step.
-        reference_size: samples per optimizer step for which the learning rate was chosen, such as those of the last phase.
-        scaling: `none`; `linear`, in proportion to the batch (SGD; Goyal et al. 2017, arXiv 1706.02677); or `sqrt`, in
-            proportion to its square root (Adam; Malladi et al. 2022, arXiv 2205.10287).
-
-    Example:
-        >>> learning_rate_scale(256, 1024, "sqrt")
-        0.5
+    `linear` is for SGD (Goyal et al. 2017, arXiv 1706.02677), `sqrt` for Adam (Malladi et al. 2022, arXiv 2205.10287).
     """
     if scaling not in BATCH_SCALING:
         raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
@@ -52,17 +42,7 @@ def decay_progress(
 ) -> Any:
     """Return the completed part of a schedule's decay, from 0 to 1: the rate is peak + (final - peak) * this.
 
-    Args:
-        progress: fraction of the schedule, from 0 to 1.
-        kind: `cosine`, `wsd` or `constant`.
-        warmup_fraction: fraction of the warm-up, after which `cosine` decays.
-        decay_fraction: fraction at the end in which `wsd` decays.
-        decay_style: `linear` or `cosine`, for `wsd`.
-        xp: numpy or jax.numpy, for an array of progress.
-
-    Example:
-        >>> decay_progress(0.75, kind="wsd", warmup_fraction=0.1, decay_fraction=0.5, decay_style="linear")
-        0.5
+    `progress` and the fractions are of the whole schedule. `xp` is numpy or jax.numpy, for an array of progress.
     """
     clip, cos = (xp.clip, xp.cos) if xp else (lambda x, low, high: min(max(x, low), high), math.cos)
     if kind == "constant":
@@ -100,23 +80,9 @@ def clock_segments(
     seesaw: Seesaw | None = None,
     schedule_samples: int | None = None,
 ) -> tuple[ClockSegment, ...]:
-    """Return the schedule's clock, phase by phase.
+    """Return the schedule's clock, phase by phase; on that of samples, warm-up and decay keep their place in the data.
 
-    Args:
-        ramp: the ramp.
-        clock: `steps` counts optimizer steps. `samples` counts samples, so that warm-up and decay keep their position in the
-            data when the batch size changes.
-        schedule_steps: length of the schedule in optimizer steps.
-        scaling: how the learning rate depends on the batch size.
-        reference_size: the batch size for which the learning rate was chosen.
-        seesaw: the transform that made the ramp, if any.
-        schedule_samples: length of the schedule on the clock of samples; None = what the ramp consumes in `schedule_steps`.
-
-    Example:
-        >>> ramp = BatchRamp.piecewise([(0, 10), (100, 30)])
-        >>> [s.progress for s in clock_segments(ramp, clock="samples", schedule_steps=20, scaling="none",
-        ...     reference_size=30)]
-        [0.0, 0.25]
+    `schedule_samples` is the schedule's length on the clock of samples; None = what the ramp consumes in `schedule_steps`.
     """
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
@@ -159,11 +125,11 @@ class Seesaw:
         base: the planned ramp.
         cuts: the cuts of the planned learning rate, in order.
         ramp: the ramp that results (derived, unless a checkpoint has it).
-        max_batch_size: no batch grows beyond this size; None = no limit. At the limit, a cut lowers the rate alone.
+        max_batch_size: None = no limit. At the limit, a cut lowers the rate alone.
         multiple: batches that grow are rounded down to a multiple of this number of samples.
         total_samples: samples of the run. A batch does not grow beyond the samples that are left.
-        schedule_samples: planned length of the learning-rate schedule in samples, on which the warm-up and the cuts are placed.
-            None: what `ramp` consumes in the schedule's steps, which can exceed the plan by a part of a batch.
+        schedule_samples: planned length of the schedule in samples, on which warm-up and cuts are placed. None: what `ramp`
+            consumes in the schedule's steps, which can exceed the plan by a part of a batch.
         exponent: 1/2 for Adam, 1 for SGD.
 
     Raises:
@@ -227,8 +193,8 @@ class Seesaw:
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the ramp."""
         cuts = [[cut.sample, cut.level] for cut in self.cuts]
-        others = {"schedule_samples": self.schedule_samples, "exponent": self.exponent}
-        return {"base": self.base.to_rows(), "cuts": cuts, **others}
+        names = ("schedule_samples", "exponent")
+        return {"base": self.base.to_rows(), "cuts": cuts} | {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
@@ -240,17 +206,9 @@ class Seesaw:
 
 
 def discretize(rate: Callable[[float], float], *, factor: float, total_samples: int) -> tuple[Cut, ...]:
-    """Return the cuts by `factor` that follow a decay: cut k is where the rate has fallen to `factor**-k`.
+    """Return the cuts by `factor`, above 1, that follow a decay: cut k is where the rate has fallen to `factor**-k`.
 
-    Args:
-        rate: from the fraction of the samples (0 to 1) to the rate relative to its peak. It must not increase.
-        factor: above 1.
-        total_samples: samples of the whole schedule.
-
-    Example:
-        >>> import math
-        >>> [cut.sample for cut in discretize(lambda t: math.cos(math.pi / 2 * t), factor=2, total_samples=1200)]
-        [800, 1007, 1105, 1153, 1177, 1189, 1195, 1198, 1199]
+    `rate` maps the fraction of the samples to the rate relative to its peak, and must not increase.
     """
     if not 1 < factor < float("inf"):
         raise RampDefinitionError(f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,9 @@ class MeshAxes:
             connected by the inter-chip interconnect, slices by the data-center network.
 
     Example:
-        >>> axes = MeshAxes.resolve(8, ici={"data": -1, "tensor": 2})
-        >>> axes.data, axes.tensor, axes.data_parallel_size, axes.num_devices
-        (4, 2, 4, 8)
         >>> axes = MeshAxes.resolve(8, ici={"fsdp": -1}, dcn={"data": 2})
-        >>> axes.data, axes.fsdp, axes.num_slices
-        (2, 4, 2)
+        >>> axes.data, axes.fsdp, axes.data_parallel_size, axes.num_slices
+        (2, 4, 8, 2)
     """
 
     data: int = 1
@@ -66,25 +63,33 @@ class MeshAxes:
     def resolve(
         cls, num_devices: int, *, ici: Mapping[str, int], dcn: Mapping[str, int] | None = None, num_slices: int = AUTO
     ) -> MeshAxes:
-        """Infer the sizes that are -1.
+        """Infer the sizes that are -1, at most one of each group. Missing axes are 1.
 
         Args:
             num_devices: total number of devices.
-            ici: devices along each axis within one slice (the inter-chip interconnect). Missing axes are 1. At most one is -1,
-                which is inferred from the devices of a slice.
-            dcn: slices along each axis (the data-center network). Missing axes are 1. At most one is -1, which is inferred from
-                the number of slices.
+            ici: devices along each axis within one slice; -1 is inferred from the devices of a slice.
+            dcn: slices along each axis; -1 is inferred from the number of slices.
             num_slices: total number of slices. -1 = inferred from `ici` and `dcn`.
 
         Raises:
-            ConfigError: If a size is neither -1 nor positive, or two sizes of a group are -1.
-            BatchDivisibilityError: If the product of the sizes is not the number of devices.
+            ConfigError: A size is neither -1 nor positive, or two sizes of a group are -1.
+            BatchDivisibilityError: The product of the sizes is not the number of devices.
 
         Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's base.yml.
         """
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
-        if problems := [*_check_group("ici", ici), *_check_group("dcn", dcn)]:
+        problems: list[RampupError] = []
+        for group, sizes in (("ici", ici), ("dcn", dcn)):
+            for axis, size in sizes.items():
+                if size < 1 and size != AUTO:
+                    key = _key(group, axis)
+                    problems.append(ConfigError(f"{key}={size} must be -1 (the rest) or at least 1", key=key, nearest=(-1, 1)))
+            if list(sizes.values()).count(AUTO) > 1:
+                automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
+                text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
+                problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
+        if problems:
             raise combine(problems)
         try:
             return cls(**_infer(num_devices, num_slices, ici, dcn))
@@ -98,9 +103,9 @@ def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mappi
     if num_slices == AUTO:
         # If both groups have a -1, the fewest slices are meant: that of `dcn` is 1.
         if AUTO in ici.values() or AUTO not in dcn.values():
-            num_slices = _known_product(dcn)
+            num_slices = abs(math.prod(dcn.values()))  # the product of the known sizes, as AUTO is -1
         else:
-            known = _known_product(ici)
+            known = abs(math.prod(ici.values()))
             if num_devices % known:
                 raise _remainder_error("num_devices", num_devices, _product("ici", ici), known)
             num_slices = num_devices // known
@@ -112,23 +117,8 @@ def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mappi
     return sizes | {"slices": tuple(between[axis] for axis in AXES)}
 
 
-def _known_product(sizes: Mapping[str, int]) -> int:
-    return math.prod(size for size in sizes.values() if size != AUTO)
-
-
-def _check_group(group: str, sizes: Mapping[str, int]) -> Iterator[RampupError]:
-    for axis, size in sizes.items():
-        if size < 1 and size != AUTO:
-            key = _key(group, axis)
-            yield ConfigError(f"{key}={size} must be -1 (the rest) or at least 1", key=key, nearest=(-1, 1))
-    if list(sizes.values()).count(AUTO) > 1:
-        automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
-        text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
-        yield ConfigError(text, key=automatic[1], nearest=(1,))
-
-
 def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
-    known = _known_product(sizes)
+    known = abs(math.prod(sizes.values()))
     if AUTO in sizes.values():
         if total % known:
             raise _remainder_error(what, total, _product(group, sizes), known)
@@ -151,8 +141,8 @@ def _legal_values(
     key = error.key
     candidates = [*error.nearest]
     if key == "num_devices":
-        slices = _known_product(dcn) if num_slices == AUTO else num_slices
-        candidates += nearest_multiples(num_devices, _known_product(ici) * slices)
+        slices = abs(math.prod(dcn.values())) if num_slices == AUTO else num_slices
+        candidates += nearest_multiples(num_devices, abs(math.prod(ici.values())) * slices)
 
     def is_legal(value: Any) -> bool:
         groups = ("ici", ici), ("dcn", dcn)

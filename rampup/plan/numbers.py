@@ -26,22 +26,9 @@ GIB, MAX_GIB = 2**30, 10**6
 
 
 def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
-    """Parse a whole number with an optional suffix K, M, B or T (powers of 1,000, either case).
+    """Return a whole number from an int or text such as "250B", "117.25B", "1_000" or "1e3", at most 10**18.
 
-    Args:
-        text: for instance `"250B"`, `"117.25B"`, `"1_000"`, `"1e3"` or an int.
-        what: the name of the number in error messages.
-        key: the configuration key that errors refer to.
-
-    Returns:
-        The exact value. The arithmetic is decimal, so "8.2B" is exactly 8,200,000,000.
-
-    Raises:
-        RampDefinitionError: If `text` is not a number, is negative, not whole ("12.9") or above 10**18.
-
-    Example:
-        >>> parse_count("2.01K", what="threshold")
-        2010
+    The suffixes K, M, B and T, in either case, are powers of 1,000. The arithmetic is decimal: "8.2B" is exactly 8,200,000,000.
     """
     digits = str(text).strip().upper()
     factor = 1
@@ -66,19 +53,7 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
 
 
 def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
-    """Return a memory size in bytes from a number of GiB.
-
-    Args:
-        value: GiB, for instance 80, 0.5 or `"1/3"`.
-        key: the option it came from, for the error.
-
-    Raises:
-        RampupError: not a number, below one byte or above 1,000,000 GiB.
-
-    Example:
-        >>> parse_memory_gib("0.5")
-        536870912
-    """
+    """Return a memory size in bytes from a number of GiB such as 80, 0.5 or "1/3"; at least one byte, at most 1,000,000 GiB."""
     size = exact_fraction(value, what=key, key=key)
     if size * GIB < 1 or size > MAX_GIB:
         rule = f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB"
@@ -87,69 +62,43 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
 
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:
-    """Return a number exactly as written: 0.1 is one tenth, not the nearest double.
+    """Return a number exactly as written: the float 0.1 is one tenth, not the nearest double. Text may be "0.5" or "1/3".
 
-    Args:
-        value: int, float, Decimal, Fraction or text such as `"0.5"` or `"1/3"`.
-        what: the name of the number in error messages.
-        key: the configuration key that errors refer to.
-
-    Returns:
-        The exact value. A float is read as its shortest decimal representation.
-
-    Raises:
-        RampDefinitionError: If `value` is not a finite number, or its magnitude is above 10**18 or below 10**-18.
-
-    Example:
-        >>> exact_fraction(0.1, what="per_device_batch_size") * 10
-        Fraction(1, 1)
+    It is finite, and its magnitude is 0 or between 10**-18 and 10**18.
     """
+
+    def refusal(rule: str) -> RampDefinitionError:
+        return RampDefinitionError(f"{what}={value!r} {rule}", key=key)
+
+    no_number = "is not a number; write for instance 4, 0.5 or 1/3"
+    out_of_range = "is out of range; the largest size is 10**18"
     if isinstance(value, bool):
-        raise _no_number(value, what, key)
+        raise refusal(no_number)
     if isinstance(value, Fraction):
         result = value
     else:
         text = repr(value) if isinstance(value, float) else str(value).strip()
-        numerator, slash, denominator = text.partition("/")
         try:
-            decimals = [Decimal(numerator)] + ([Decimal(denominator)] if slash else [])
+            numerator, *denominator = map(Decimal, text.split("/", maxsplit=1))
         except InvalidOperation:
-            raise _no_number(value, what, key) from None
-        if any(not number.is_finite() or abs(number.adjusted()) > 18 for number in decimals if number != 0):
-            raise _out_of_range(value, what, key)
-        if slash and decimals[1] == 0:
-            raise _no_number(value, what, key)
-        result = Fraction(decimals[0]) / (Fraction(decimals[1]) if slash else 1)
+            raise refusal(no_number) from None
+        if any(not n.is_finite() or abs(n.adjusted()) > 18 for n in (numerator, *denominator) if n != 0):
+            raise refusal(out_of_range)
+        if denominator == [0]:
+            raise refusal(no_number)
+        result = math.prod((1 / Fraction(n) for n in denominator), start=Fraction(numerator))
     if abs(result) > MAX_COUNT:
-        raise _out_of_range(value, what, key)
+        raise refusal(out_of_range)
     return result
 
 
-def _no_number(value: object, what: str, key: str | None) -> RampDefinitionError:
-    return RampDefinitionError(f"{what}={value!r} is not a number; write for instance 4, 0.5 or 1/3", key=key)
-
-
-def _out_of_range(value: object, what: str, key: str | None) -> RampDefinitionError:
-    return RampDefinitionError(f"{what}={value!r} is out of range; the largest size is 10**18", key=key)
-
-
 def plain_number(value: Fraction) -> int | float:
-    """Return a fraction as an int if it is whole and as the nearest float otherwise, for printing and JSON.
-
-    Example:
-        >>> plain_number(Fraction(6, 2)), plain_number(Fraction(1, 4))
-        (3, 0.25)
-    """
+    """Return a fraction as an int if it is whole and as the nearest float otherwise, for printing and JSON."""
     return value.numerator if value.denominator == 1 else float(value)
 
 
 def to_yaml_number(value: Fraction) -> int | float | str:
-    """Return a fraction in a form that `exact_fraction` reads back exactly.
-
-    Example:
-        >>> to_yaml_number(Fraction(4)), to_yaml_number(Fraction(1, 2)), to_yaml_number(Fraction(1, 3))
-        (4, 0.5, '1/3')
-    """
+    """Return a fraction in a form that `exact_fraction` reads back exactly: 4, 0.5 or "1/3"."""
     number = plain_number(value)
     return number if Fraction(repr(number)) == value else str(value)
 
@@ -161,12 +110,7 @@ def finite_or_none(value: Any) -> int | float | None:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order; above 10**10, only each d with d or number / d at most 10**5.
-
-    Example:
-        >>> divisors(12), divisors(0)
-        ([1, 2, 3, 4, 6, 12], [])
-    """
+    """Return the divisors of a number in ascending order; above 10**10, only each d with d or number / d at most 10**5."""
     if number < 1:
         return []
     small = [n for n in range(1, min(math.isqrt(number), MAX_FACTOR) + 1) if number % n == 0]
@@ -174,12 +118,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
-    """Return the neighbors of `value` in an ascending list, below and above; `value` itself is not one.
-
-    Example:
-        >>> nearest_in(5, [1, 2, 4, 8, 16]), nearest_in(40, [1, 2, 4])
-        ([4, 8], [4])
-    """
+    """Return the neighbors of `value` in an ascending list, below and above; `value` itself is not one."""
     return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
 
 
@@ -187,12 +126,6 @@ def nearest_multiples(value: Number, step: Number, offset: Number | None = None)
     """Return the positive numbers of the form `offset + n * step` next to `value`, the lower one first.
 
     The last one is the first such number at or above `value`. The one before it is missing if it would not be positive.
-
-    Example:
-        >>> nearest_multiples(1000, 512), nearest_multiples(3, 8), nearest_multiples(8, 8)
-        ([512, 1024], [8], [8])
-        >>> nearest_multiples(Fraction(5, 2), Fraction(1), offset=Fraction(1, 4))
-        [Fraction(9, 4), Fraction(13, 4)]
     """
     start = value * 0 if offset is None else offset
     above = start - (start - value) // step * step
@@ -202,12 +135,7 @@ def nearest_multiples(value: Number, step: Number, offset: Number | None = None)
 
 
 def format_product(factors: Mapping[str, int]) -> str:
-    """Return a product as text, with names and values. Factors of 1 are left out.
-
-    Example:
-        >>> format_product({"data_parallel_size": 64, "microbatch_size": 8})
-        'data_parallel_size * microbatch_size = 64 * 8 = 512'
-    """
+    """Return a product as text, such as "data_parallel_size * microbatch_size = 64 * 8 = 512". Factors of 1 are left out."""
     used = {name: size for name, size in factors.items() if size != 1} or factors
     names = " * ".join(used)
     values = " * ".join(map(str, used.values()))

@@ -31,18 +31,17 @@ def ramp_from_config(
     Args:
         config: any object with MaxText's attributes `per_device_batch_size` and, unless `enable_rampup_batch_size` is False,
             those of the linear ramp, `per_device_batch_size_start`, `per_device_batch_size_increment` and
-            `global_rampup_samples`. Optional attributes are `gradient_accumulation_steps`, a factor of every batch,
-            `rampup_carry_overshoot` (see `BatchRamp.linear`), `batch_size_schedule`, whose sizes include that factor (see
-            `BatchRamp.from_schedule`), `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
-        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
+            `global_rampup_samples`. Optional are `gradient_accumulation_steps`, a factor of every batch,
+            `rampup_carry_overshoot` (see `BatchRamp.linear`), `batch_size_schedule`, whose sizes include that factor,
+            `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
+        num_devices: a global batch is devices * size per device * gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
-        splitter: if given, sizes per device must be legal for it, and so are the nearest sizes in errors. `RampPlan` checks the
-            sizes of a schedule.
+        splitter: if given, sizes per device must be legal for it; `RampPlan` checks the sizes of a schedule.
 
     Raises:
         ConfigError: An attribute is missing.
-        RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
-            values of the sizes, or of the ramp if the sizes are legal.
+        RampDefinitionError, BatchDivisibilityError: The keys are invalid. One error has all problems of the sizes, or of the
+            ramp if the sizes are legal, with the nearest legal values.
 
     Example:
         >>> from types import SimpleNamespace
@@ -92,19 +91,9 @@ def ramp_from_config(
 
 
 def global_batch_sizes(values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None) -> dict[str, int]:
-    """Return the global batch of each size per device, by key.
+    """Return the global batch, `factor` times as large, of each size per device of one ramp, by key.
 
-    Args:
-        values: the sizes per device of one ramp, by key.
-        factor: a global batch is a size times this number, num_devices * gradient_accumulation_steps.
-        splitter: if given, global batches must be legal for it.
-
-    Raises:
-        RampDefinitionError, BatchDivisibilityError: a size is no positive number, or gives no legal batch. One error has all.
-
-    Example:
-        >>> global_batch_sizes({"per_device_batch_size": 0.5}, factor=8)
-        {'per_device_batch_size': 4}
+    With a splitter, they must be legal for it. One error has all that are not.
     """
     sizes = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
     unit = 1 if splitter is None else splitter.unit
@@ -114,16 +103,7 @@ def global_batch_sizes(values: Mapping[str, object], factor: int, splitter: Batc
 
 
 def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
-    """Return the sizes that the batch can have: `start` doubled as long as it fits, and `largest`.
-
-    Raises:
-        RampDefinitionError: `largest` is less than `start`.
-        BatchDivisibilityError: `largest` is not a multiple of `start`.
-
-    Example:
-        >>> auto_sizes(4, 24)
-        (4, 8, 16, 24)
-    """
+    """Return the sizes that the batch can have: `start` doubled as long as it fits, and `largest`. 4, 24: 4, 8, 16, 24."""
     if start < 1 or largest < start:
         growth = f"from {start} samples ({START}) to {largest} ({END}), which must not be less"
         raise RampDefinitionError(f"batch_size_schedule=auto grows the batch {growth}", key=END, nearest=(start,))
@@ -152,8 +132,7 @@ class RampupBatchManager:
         step: batches consumed so far.
 
     Raises:
-        ConfigError: If an attribute is missing.
-        RampDefinitionError: If the attributes do not define a valid ramp.
+        ConfigError: An attribute is missing, or the attributes do not define a valid ramp.
 
     Example:
         >>> from types import SimpleNamespace

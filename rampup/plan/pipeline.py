@@ -1,42 +1,49 @@
-"""Pipeline stages: the layers of each stage, and a cost model that chooses the number of microbatches.
+"""Pipeline stages: their layers, a cost model that chooses the number of microbatches, and schedules as timetables.
 
 layers = stages * repeats * layers per chunk (MaxText: num_layers_per_pipeline_stage). A tick is the time of one chunk of one
 microbatch. More microbatches make the bubble smaller, but each one is smaller, and every tick has a fixed cost.
+
+A `Timetable` simulates a schedule: every operation of every stage, with its start and end. Makespan, bubble, memory and
+communication are counted from that list. `bubble_fraction` is a closed form of it, except for zb-h1. A cost is that of a whole
+stage. With v repeats, one chunk of a stage costs 1/v of it.
+
+    1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
+
+    tick     0    1    2    3    4    5    6    7    8    9   10   11
+    stage 0  F0   F1   F2   .    .    B0   F3   B1   .    B2   .    B3
+    stage 1  .    F0   F1   .    B0   F2   B1   F3   B2   .    B3   .
+    stage 2  .    .    F0   B0   F1   B1   F2   B2   F3   B3   .    .
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from rampup.errors import PipelineShapeError
-from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
+from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples, plain_number
 
 # The assumed fixed cost of a tick, if it has not been measured. Moving weights and gradients takes as long as the arithmetic of
 # several hundred tokens on accelerators with about 200 floating-point operations per byte of memory traffic.
 DEFAULT_OVERHEAD_TOKENS = 512
 
+Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")
+# F forward, B backward. The zero-bubble schedule splits B into I, the gradient of the input, and W, that of the weights.
+Kind = Literal["F", "B", "I", "W"]
+Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
+
+MAX_OPERATIONS = 2_000_000
+
 
 def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
-    """Return the number of layer chunks per stage, after checking that layers = stages * repeats * layers per chunk.
+    """Return the layer chunks of a stage, v, after checking that layers = stages * repeats * layers per chunk.
 
-    Args:
-        num_layers: decoder layers of the model.
-        num_stages: pipeline stages p. With one stage there are no repeats.
-        num_layers_per_stage: layers in one chunk.
-        num_repeats: chunks per stage v, or -1 to derive it from the layers.
-
-    Raises:
-        PipelineShapeError: If num_layers is not the product. The error has the nearest numbers of layers that are.
-
-    Example:
-        >>> pipeline_repeats(num_layers=16, num_stages=4, num_layers_per_stage=2)
-        2
-
-    Source: MaxText `configs/types.py`, the checks on num_pipeline_repeats.
+    One stage has no repeats; `num_repeats` of -1 is derived. Source: the checks on num_pipeline_repeats in MaxText
+    `configs/types.py`.
     """
     for key, size in (("base_num_decoder_layers", num_layers), ("num_layers_per_pipeline_stage", num_layers_per_stage)):
         if size < 1:
@@ -64,12 +71,7 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
 def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
     """Return the layers in stage order: first those of stage 0, whose chunks are 0, p, 2p, ..., then those of stage 1, ...
 
-    Raises:
-        PipelineShapeError: If the layers cannot be divided into chunks.
-
-    Example:
-        >>> stage_layer_order(8, num_stages=2, num_repeats=2)
-        [0, 1, 4, 5, 2, 3, 6, 7]
+    Eight layers in two stages with two repeats: 0, 1, 4, 5, 2, 3, 6, 7.
     """
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
@@ -84,10 +86,6 @@ def pass_ticks(num_stages: int, num_microbatches: Any, num_repeats: int = 1) -> 
 
     Microbatches go through all repeats in groups of p, and the last group may have fewer: see `rampup.engine.pipeline`, which
     gives an array for the number of microbatches. If p divides m, these are v * m + p - 1 ticks.
-
-    Example:
-        >>> pass_ticks(4, 8, 2), pass_ticks(4, 5, 3)
-        (19, 24)
     """
     p, m = num_stages, num_microbatches
     groups = (m + p - 1) // p
@@ -97,12 +95,7 @@ def pass_ticks(num_stages: int, num_microbatches: Any, num_repeats: int = 1) -> 
 
 
 def pass_bubble(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
-    """Return the idle time of one pass of the program as a fraction of its time.
-
-    Example:
-        >>> pass_bubble(4, 8, 2), pass_bubble(4, 5, 3)
-        (Fraction(3, 19), Fraction(3, 8))
-    """
+    """Return the idle time of one pass of the program as a fraction of its time."""
     ticks = pass_ticks(num_stages, num_microbatches, num_repeats)
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
 
@@ -127,16 +120,7 @@ def predicted_time(
 ) -> Fraction:
     """Return T = ticks * (b / v + h), in samples' worth of a whole stage's arithmetic.
 
-    Args:
-        num_microbatches: m. A pass has `pass_ticks`, which are m*v + p - 1 if p divides m.
-        microbatch_size: b, samples per replica.
-        num_stages: p.
-        num_repeats: v. A tick computes one chunk, 1/v of a stage.
-        overhead: h, the fixed cost of a tick in samples. `rampup tune` measures it.
-
-    Example:
-        >>> predicted_time(8, 2, num_stages=4, num_repeats=1, overhead=Fraction(1))
-        Fraction(33, 1)
+    A tick computes one chunk, 1/v of a stage. `overhead` is h, the fixed cost of a tick in samples; `rampup tune` measures it.
     """
     ticks: int = pass_ticks(num_stages, num_microbatches, num_repeats)
     return ticks * (Fraction(microbatch_size, num_repeats) + overhead)
@@ -145,20 +129,9 @@ def predicted_time(
 def pipeline_candidates(
     samples: int, *, num_stages: int, overhead: Fraction, repeats: Iterable[int] = (1,), multiple: int = 1, minimum: int = 1
 ) -> tuple[PipelineCandidate, ...]:
-    """Return every legal split of one replica's samples, fastest first. Ties are sorted by the number of microbatches.
+    """Return every legal split of one replica's samples, m * b, fastest first. Ties are sorted by the number of microbatches.
 
-    Args:
-        samples: samples per replica and pass, m * b.
-        num_stages: p.
-        overhead: h, see `predicted_time`.
-        repeats: the values of v to consider.
-        multiple: m must be a multiple of this number.
-        minimum: the smallest m.
-
-    Example:
-        >>> best, *_ = pipeline_candidates(16, num_stages=4, overhead=Fraction(1), multiple=4)
-        >>> best.num_pipeline_microbatches, best.microbatch_size, best.predicted_time
-        (8, 2, Fraction(33, 1))
+    m is at least `minimum` and a multiple of `multiple`. See `predicted_time` for `overhead`.
     """
     candidates = [
         PipelineCandidate(
@@ -173,3 +146,267 @@ def pipeline_candidates(
         if m % multiple == 0 and m >= minimum
     ]
     return tuple(sorted(candidates, key=lambda c: (c.predicted_time, c.num_pipeline_microbatches, c.num_repeats)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One unit of work of one stage."""
+
+    stage: int
+    kind: Kind  # F (forward) or B (backward). In zb-h1, I (gradient of the input) and W (of the weights) instead of B.
+    microbatch: int
+    repeat: int  # the layer chunk of the stage
+    # Times, in units of the costs.
+    start: Fraction
+    end: Fraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timetable:
+    """All operations of one pipeline pass.
+
+    Attributes:
+        schedule: the name of the schedule.
+        num_stages, num_microbatches, num_repeats: p, m and v.
+        operations: sorted by stage, then by start.
+
+    Example:
+        >>> table = Timetable.build("1f1b", num_stages=4, num_microbatches=8)
+        >>> table.makespan, table.bubble_fraction, table.peak_live_microbatches
+        (Fraction(33, 1), Fraction(3, 11), (Fraction(4, 1), Fraction(3, 1), Fraction(2, 1), Fraction(1, 1)))
+    """
+
+    schedule: Schedule
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    operations: tuple[Operation, ...]
+
+    @classmethod
+    def build(
+        cls,
+        schedule: Schedule,
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        num_repeats: int = 1,
+        forward_cost: Fraction | float = 1,
+        backward_cost: Fraction | float = 2,
+    ) -> Timetable:
+        """Simulate a schedule: every operation starts as early as its order and its inputs allow.
+
+        Args:
+            schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan et al. 2021, arXiv 2104.04473);
+                `interleaved`, the same with repeats; `circular`, breadth first with repeats (Lamy-Poirier 2022, arXiv
+                2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv 2401.10241).
+            num_stages: p.
+            num_microbatches: m.
+            num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
+            forward_cost: cost of the forward pass of one microbatch through a whole stage.
+            backward_cost: cost of its backward pass. In zb-h1, half of it is for the gradient of the weights.
+
+        Raises:
+            PipelineShapeError: The schedule is not defined for these numbers. The error has numbers for which it is.
+        """
+        if schedule not in SCHEDULES:
+            rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
+            raise PipelineShapeError(rule, key="schedule", nearest=SCHEDULES)
+        for key, value in (("stages", num_stages), ("microbatches", num_microbatches), ("repeats", num_repeats)):
+            if value < 1:
+                raise PipelineShapeError(f"{key}={value} must be at least 1", key=key, nearest=(1,))
+        if num_repeats > 1 and schedule not in ("interleaved", "circular"):
+            problem = f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}"
+            raise PipelineShapeError(problem, key="repeats", nearest=(1,))
+        if schedule == "zb-h1" and num_microbatches < num_stages:
+            text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
+            raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
+        operations = 3 * num_stages * num_microbatches * num_repeats
+        if operations > MAX_OPERATIONS:
+            largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
+            text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
+            raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
+        forward, backward = (x if isinstance(x, Fraction) else Fraction(str(x)) for x in (forward_cost, backward_cost))
+        for name, cost in (("forward-cost", forward), ("backward-cost", backward)):
+            if cost <= 0:
+                raise PipelineShapeError(f"{name}={float(cost):g} must be greater than 0", key=name, nearest=(1,))
+        costs: dict[Kind, Fraction] = {"F": forward / num_repeats, "B": backward / num_repeats}
+        costs |= {"I": backward / 2, "W": backward / 2}  # of zb-h1 only, which has no repeats
+        orders = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}
+        order_of_stage = orders.get(schedule, _one_f_one_b_order)
+        stages = [order_of_stage(s, num_stages, num_microbatches, num_repeats) for s in range(num_stages)]
+        return cls(
+            schedule=schedule,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            num_repeats=num_repeats,
+            operations=tuple(_simulate(stages, costs, num_repeats)),
+        )
+
+    @property
+    def makespan(self) -> Fraction:
+        """Time from the first start to the last end."""
+        return max(operation.end for operation in self.operations)
+
+    @property
+    def bubble_fraction(self) -> Fraction:
+        """Idle time as a fraction of all stages' time, counted."""
+        busy = sum((operation.end - operation.start for operation in self.operations), Fraction(0))
+        return 1 - busy / (self.num_stages * self.makespan)
+
+    @property
+    def tick(self) -> Fraction:
+        """The width of one column of the table: the greatest common divisor of all starts and ends."""
+        numbers = [n for operation in self.operations for n in (operation.start, operation.end)]
+        denominator = math.lcm(*(n.denominator for n in numbers))
+        return Fraction(math.gcd(*(int(n * denominator) for n in numbers)), denominator)
+
+    @property
+    def num_ticks(self) -> int:
+        """The number of columns of the table, each as long as `tick`."""
+        return int(self.makespan / self.tick)
+
+    @property
+    def peak_live_microbatches(self) -> tuple[Fraction, ...]:
+        """For each stage, the maximum number of microbatches whose activations are in memory, in units of a whole stage.
+
+        An activation is live from the start of its forward pass to the end of its backward pass. In zb-h1 it is live
+        until the gradient of the weights is done.
+        """
+        frees = "W" if self.schedule == "zb-h1" else "B"
+        peaks = []
+        for stage in range(self.num_stages):
+            own = self.of_stage(stage)
+            events = [(o.start, 1) for o in own if o.kind == "F"] + [(o.end, -1) for o in own if o.kind == frees]
+            live = peak = 0
+            for _, change in sorted(events):
+                live += change
+                peak = max(peak, live)
+            peaks.append(Fraction(peak, self.num_repeats))
+        return tuple(peaks)
+
+    @property
+    def sends_per_stage(self) -> tuple[int, ...]:
+        """For each stage, the number of point-to-point sends, of activations forward and of gradients backward."""
+        last = self.num_stages - 1
+        counts = [0] * self.num_stages
+        for operation in self.operations:
+            # The pipeline ends at the last chunk of the last stage and, for gradients, at the first chunk of the first stage.
+            end = (last, self.num_repeats - 1) if operation.kind == "F" else (0, 0)
+            if last > 0 and operation.kind != "W" and (operation.stage, operation.repeat) != end:
+                counts[operation.stage] += 1
+        return tuple(counts)
+
+    def of_stage(self, stage: int) -> tuple[Operation, ...]:
+        """Return the operations of one stage, in order."""
+        return tuple(operation for operation in self.operations if operation.stage == stage)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the timetable as `rampup timetable --json` prints it."""
+        return {
+            "schedule": self.schedule,
+            "num_ticks": self.num_ticks,
+            "makespan": plain_number(self.makespan),
+            "bubble_fraction": float(self.bubble_fraction),
+            "peak_live_microbatches": [plain_number(peak) for peak in self.peak_live_microbatches],
+            "sends_per_stage": list(self.sends_per_stage),
+            "table": [
+                {name: getattr(operation, name) for name in ("stage", "kind", "microbatch", "repeat")}
+                | {"start": plain_number(operation.start), "end": plain_number(operation.end)}
+                for operation in self.operations
+            ],
+        }
+
+
+def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
+    """Return the idle time of one pipeline pass as a fraction of its time: (p - 1) / (v*m + p - 1) for m >= p or v = 1.
+
+    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, repeats stall, as in
+    the circular pipeline. The program of `rampup.PipelinedLoss` has the bubble of `rampup.plan.pipeline.pass_bubble`.
+    """
+    ticks = max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
+    return Fraction(ticks - num_repeats * num_microbatches, ticks)
+
+
+def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
+    """Return the sizes of the groups of microbatches that pass all repeats together: balanced, at least p each if m >= p."""
+    number = max(num_microbatches // num_stages, 1)
+    size, larger = divmod(num_microbatches, number)
+    return [size + 1] * larger + [size] * (number - larger)
+
+
+# The orders of the schedules, for stage s of p stages, m microbatches and v repeats.
+
+
+def _gpipe_order(s: int, p: int, m: int, v: int) -> Order:
+    """All forward passes, then all backward passes in reverse. With repeats this is the circular schedule."""
+    forward: Order = [("F", k, r) for r in range(v) for k in range(m)]
+    return forward + [("B", k, r) for _, k, r in reversed(forward)]
+
+
+def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
+    """A warm-up of forward passes, then backward and forward in turn. With repeats this is the interleaved schedule."""
+    forward: Order = []
+    backward: Order = []
+    groups, start = group_sizes(m, p), 0
+    for size in groups:
+        for r in range(v):
+            forward += [("F", k, r) for k in range(start, start + size)]
+            backward += [("B", k, v - 1 - r) for k in range(start, start + size)]
+        start += size
+    # The warm-up fills the p - 1 - s stages behind this one. With repeats, the first group goes through all chunks but the
+    # last before its first gradient can come back, and Megatron-LM warms up by two forward passes per stage.
+    warm_up = min(p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0], len(forward))
+    order = forward[:warm_up]
+    for number, operation in enumerate(backward):
+        order += forward[warm_up + number : warm_up + number + 1]
+        order.append(operation)
+    return order
+
+
+def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
+    """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to fill its idle time at the end."""
+    order: Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
+    for k in range(m):
+        if k + p - 1 - s < m:
+            order.append(("F", k + p - 1 - s, 0))
+        order.append(("I", k, 0))
+        if k >= s:
+            order.append(("W", k - s, 0))
+    return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
+
+
+def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:
+    """Run every stage's order. An operation starts as soon as its stage is free and its input is ready."""
+    last, last_repeat = len(orders) - 1, num_repeats - 1
+    ends: dict[tuple[int, Kind, int, int], Fraction] = {}
+    free = [Fraction(0)] * len(orders)
+    done = [0] * len(orders)
+    operations: list[list[Operation]] = [[] for _ in orders]
+
+    def input_of(stage: int, kind: Kind, k: int, r: int) -> tuple[int, Kind, int, int] | None:
+        if kind == "W":
+            return stage, "I", k, r
+        if kind == "F":
+            return (stage - 1, "F", k, r) if stage else (last, "F", k, r - 1) if r else None
+        if stage == last and r == last_repeat:
+            return stage, "F", k, r
+        return (stage + 1, kind, k, r) if stage < last else (0, kind, k, r + 1)
+
+    waiting = list(range(len(orders)))
+    while waiting:
+        progressed = False
+        for stage in waiting:
+            while done[stage] < len(orders[stage]):
+                kind, k, r = orders[stage][done[stage]]
+                needed = input_of(stage, kind, k, r)
+                if needed is not None and needed not in ends:
+                    break
+                start = max(free[stage], ends[needed] if needed else Fraction(0))
+                end = free[stage] = ends[stage, kind, k, r] = start + costs[kind]
+                operations[stage].append(Operation(stage=stage, kind=kind, microbatch=k, repeat=r, start=start, end=end))
+                done[stage] += 1
+                progressed = True
+        waiting = [stage for stage in waiting if done[stage] < len(orders[stage])]
+        assert progressed or not waiting, f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
+    for of_stage in operations:
+        yield from of_stage

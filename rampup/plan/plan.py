@@ -14,11 +14,10 @@ from rampup.plan.describe import describe_plan
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
-from rampup.plan.pipeline import PipelineCandidate, pass_bubble
+from rampup.plan.pipeline import PipelineCandidate, Timetable, pass_bubble
 from rampup.plan.ramp import AutoMode, BatchRamp, Phase
 from rampup.plan.refusal import batch_error
 from rampup.plan.split import BatchSplit, BatchSplitter
-from rampup.plan.timetable import Timetable
 
 # How many phases back a run looks for a compiled shape that it can use instead of one that is still compiling.
 FALLBACK_PHASES = 8
@@ -58,7 +57,7 @@ class RampPlan:
         learning_rate_clock: the unit of the learning-rate schedule's progress. A `Config` has another default, `samples`.
         learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
         expansion_factor_real_data: MaxText's key. If positive, the batch to load is this multiple of the training batch.
-        assumed_tick_overhead: assumed fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
+        assumed_tick_overhead: fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
         axes: devices along each mesh axis. By default the splitter's replicas are on the data axis, its stages on the pipeline
             axis, and the tensor axis has the remaining factor of `num_devices`.
         reference_batch_size: the batch size for which the hyperparameters were chosen; None = that of the last phase.
@@ -71,19 +70,14 @@ class RampPlan:
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
-        max_microbatches: for each microbatch size, the maximum number of microbatches in a step, fallbacks included (derived).
+        max_microbatches: for each microbatch size, the most microbatches of a step, fallbacks included (derived).
 
     Raises:
-        RampupError: If a batch of any phase or of evaluation cannot be split, or the axes contradict the splitter. One error
-            has all problems.
+        RampupError: A batch of any phase or of evaluation cannot be split, or the axes contradict the splitter. All at once.
 
     Example:
-        >>> plan = RampPlan(
-        ...     ramp=BatchRamp.linear(start=16, increment=8, end=48, samples=500),
-        ...     splitter=BatchSplitter(data_parallel_size=4),
-        ...     num_devices=4,
-        ...     total_steps=100,
-        ... )
+        >>> ramp = BatchRamp.linear(start=16, increment=8, end=48, samples=500)
+        >>> plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=4), num_devices=4, total_steps=100)
         >>> [(s.accumulation_steps, s.microbatch_size) for s in plan.splits]
         [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
         >>> plan.position(14).consumed_samples, plan.num_compiled_shapes
@@ -249,12 +243,6 @@ class RampPlan:
 
         Raises:
             ConfigError: the plan has accumulation steps or pipeline stages.
-
-        Example:
-            >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:16 64:32"), splitter=BatchSplitter(data_parallel_size=4),
-            ...     num_devices=4, total_steps=8)
-            >>> [(s.num_microbatches, s.microbatch_size) for s in plan.with_whole_batches().splits]
-            [(1, 4), (1, 8)]
         """
         return replace(self, splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO))
 

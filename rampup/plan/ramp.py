@@ -99,29 +99,26 @@ class BatchRamp:
 
     @classmethod
     def constant(cls, global_batch_size: int) -> Self:
-        """Return a constant schedule (a single phase).
-
-        Example:
-            >>> BatchRamp.constant(48).samples_before(10)
-            480
-        """
+        """Return a constant schedule (a single phase)."""
         return cls._from_segments([(None, global_batch_size)])
 
     @classmethod
     def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
-        """Return a ramp that grows from `start` to `end` by `increment` over `samples` samples.
+        """Return a ramp that grows from `start` to `end` by `increment`, all in samples, over `samples` samples.
+
+        All phases have an equal share of these samples.
 
         Args:
-            start: global batch size of the first phase, in samples.
-            increment: growth per phase, in samples.
-            end: global batch size after the ramp, in samples.
-            samples: length of the ramp, in samples. All phases have an equal share of it.
+            start: the first global batch size.
+            increment: growth per phase.
+            end: the global batch size after the ramp.
+            samples: length of the ramp.
             carry_overshoot: If False, each phase counts from zero and has at least one step (MaxText,
                 `RampupBatchManager.update`). If True, the size changes at the first step at or past each multiple of the
                 share, counted over the whole run, so a size can be skipped (Megatron-LM, `--rampup-batch-size`).
 
         Raises:
-            RampDefinitionError: If sizes are not positive or do not grow, or `increment` does not lead to `end`.
+            RampDefinitionError: Sizes are not positive or do not grow, or `increment` does not lead to `end`.
 
         Example:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
@@ -151,12 +148,11 @@ class BatchRamp:
         """Return a ramp that changes size at the first step at or past each threshold, counted over the whole run.
 
         Args:
-            thresholds: pairs (samples consumed, global batch size), both in samples. The first threshold is 0. Sizes may
-                decrease. A size is skipped if a single step passes its threshold and the next one.
+            thresholds: pairs (samples consumed, global batch size), from 0 samples on. Sizes may decrease. A size is skipped if
+                one step passes its threshold and the next.
 
         Raises:
-            RampDefinitionError: If there are no pairs, the first threshold is not 0, thresholds do not increase strictly, or a
-                size is below 1.
+            RampDefinitionError: No pairs, a first threshold that is not 0, thresholds that do not increase, or a size below 1.
 
         Example:
             >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
@@ -196,17 +192,15 @@ class BatchRamp:
         Args:
             text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T. A threshold such as 2.5%
                 is a share of the budget, rounded down to whole samples.
-            sequence_length: tokens per sample. If given, thresholds are tokens and are rounded down to whole samples.
-                Otherwise thresholds are samples.
+            sequence_length: tokens per sample, if thresholds are tokens, which are rounded down to whole samples.
             budget: samples of the whole run, exactly, for thresholds that are shares of it.
             key: the configuration key that errors refer to.
 
         Raises:
-            RampDefinitionError: If a pair cannot be parsed, or `piecewise` rejects it.
+            RampDefinitionError: A pair cannot be parsed, or `piecewise` rejects it.
 
         Example:
-            >>> ramp = BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096)
-            >>> ramp.phases[1].start_step
+            >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[1].start_step
             79473
         """
         try:
@@ -222,11 +216,7 @@ class BatchRamp:
         """Return the ramp with the given rows, as returned by `to_rows`.
 
         Raises:
-            RampDefinitionError: If a row does not start where the one before it ends.
-
-        Example:
-            >>> BatchRamp.from_rows([[0, 0, 8], [13, 104, 16]]) == BatchRamp.from_schedule("0:8 100:16")
-            True
+            RampDefinitionError: A row does not start where the one before it ends.
         """
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
@@ -332,20 +322,7 @@ class BatchRamp:
 def parse_schedule(
     text: str, *, sequence_length: int | None = None, budget: int | Fraction | None = None
 ) -> list[tuple[int, int]]:
-    """Parse a schedule string into pairs (threshold in samples, global batch size), in the same order.
-
-    Args:
-        text: see `BatchRamp.from_schedule`.
-        sequence_length: tokens per sample, if thresholds are tokens.
-        budget: samples of the whole run, for thresholds that are shares of it.
-
-    Raises:
-        RampDefinitionError: If an entry is not THRESHOLD:SIZE with whole numbers or a share of the budget.
-
-    Example:
-        >>> parse_schedule("0:8, 1K:16, 12.5%:32", budget=10_001)
-        [(0, 8), (1000, 16), (1250, 32)]
-    """
+    """Return a schedule's pairs (threshold in samples, global batch size), in the same order; see `BatchRamp.from_schedule`."""
     entries = text.replace(",", " ").split()
     if not entries:
         raise RampDefinitionError('the schedule is empty; write for instance "0:768 250B:1536", or null for none')

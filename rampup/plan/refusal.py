@@ -28,13 +28,7 @@ END = "per_device_batch_size"
 # that are free. So the legal sizes are one arithmetic progression, and "nearest" are its members next to B, with the least
 # |legal - B| below and above. The microbatch that such a size leads to does not count.
 def nearest_batches(splitter: BatchSplitter, global_batch_size: int) -> tuple[int, ...]:
-    """Return the nearest legal global batch sizes below and above.
-
-    Example:
-        >>> from rampup.plan.split import BatchSplitter
-        >>> nearest_batches(BatchSplitter(data_parallel_size=8, microbatch_size=4), 50)
-        (32, 64)
-    """
+    """Return the nearest legal global batch sizes below and above."""
     legal = [size for size in nearest_multiples(global_batch_size, splitter.unit) if size >= splitter.smallest]
     return tuple(legal) or (splitter.smallest,)
 
@@ -44,12 +38,7 @@ def batch_error(
 ) -> BatchDivisibilityError:
     """Return the error about a global batch that a splitter does not allow.
 
-    Args:
-        splitter: the rule that splits batches.
-        global_batch_size: samples per optimizer step.
-        where: the place in the plan.
-        key: the configuration key to change.
-        fix: the end of the message, if there is another way out than another size.
+    `where` is the place in the plan. `fix` ends the message, if there is another way out than another size.
     """
     rules = f"a multiple of {unit_rule(splitter)}"
     if global_batch_size % splitter.unit == 0:
@@ -69,12 +58,9 @@ def unit_rule(splitter: BatchSplitter) -> str:
 
 
 def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None) -> list[RampupError]:
-    """Return the errors about sizes per device, by key, that give no global batch.
+    """Return the errors about sizes per device of one ramp, by key, that give no global batch: `factor` times as much.
 
-    Args:
-        sizes: the sizes of one ramp.
-        factor: a size times this number, num_devices * gradient_accumulation_steps, is a global batch.
-        splitter: the rule that splits batches; None = a whole number of samples is enough.
+    Without a splitter, a whole number of samples is enough.
     """
     step = _step(factor, splitter)
     unit = 1 if splitter is None else splitter.unit
@@ -98,10 +84,7 @@ def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplit
 
 
 def growth_error(batches: Mapping[str, int], factor: int, splitter: BatchSplitter | None) -> RampDefinitionError:
-    """Return the error about a linear ramp of legal batches, by key, whose increments do not lead from its start to its end.
-
-    See `size_errors` for the other arguments.
-    """
+    """Return the error about a linear ramp of legal batches, by key, whose increments do not lead from its start to its end."""
     sizes = {key: Fraction(batch, factor) for key, batch in batches.items()}
     start = sizes[START]
     increment = sizes[INCREMENT]

@@ -33,7 +33,7 @@ class BatchSplit:
         microbatch_size: samples per replica and forward pass, b.
 
     Raises:
-        BatchDivisibilityError: If the factors do not multiply to the global batch size.
+        BatchDivisibilityError: The factors do not multiply to the global batch size.
     """
 
     global_batch_size: int
@@ -77,9 +77,9 @@ class BatchSplitter:
         min_microbatches: with an automatic b, the microbatches per replica and step to aim for. If no b gives so many, b is 1.
         whole_batch: every batch is one microbatch, whatever `rampup_microbatch` says, for a loss that has to see all its rows.
             One shape for each batch size. Needs G = 1, p = 1 and an automatic b.
-        tick_overhead: fixed cost of a pipeline tick, in samples per replica (see `pipeline.predicted_time`). If it is set, an
-            automatic m is the one with the lowest predicted time: in every phase with `per_phase`; in the last phase with
-            `fixed`, whose microbatch size then serves all phases. If it is None, m is the smallest legal one.
+        tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an automatic m is the one with the lowest
+            predicted time: in every phase with `per_phase`; in the last phase with `fixed`, whose microbatch size then serves
+            all phases. If None, m is the smallest legal one.
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
@@ -170,14 +170,11 @@ class BatchSplitter:
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
-        """Split the global batches of all phases of one run.
-
-        Args:
-            sizes: global batch size of every phase in samples, then the sizes reserved for later. The last one counts as the
-                last phase.
+        """Split the global batches of all phases of one run; sizes reserved for later may follow. The last counts as the last
+        phase.
 
         Raises:
-            BatchDivisibilityError: If sizes cannot be split. One error has all of them.
+            BatchDivisibilityError: Sizes cannot be split. One error has all of them.
         """
         if refused := [batch_error(self, size, f"phase {i}") for i, size in enumerate(sizes) if not self.allows(size)]:
             raise combine(refused)
@@ -194,12 +191,7 @@ class BatchSplitter:
         return tuple(self._make_split(size, b, merge_passes=not is_per_phase) for size, b in zip(sizes, chosen, strict=True))
 
     def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
-        """Return the split of a batch into microbatches of a given size, or None if they do not divide it or must not.
-
-        Example:
-            >>> BatchSplitter(data_parallel_size=2).split_with(48, 8).accumulation_steps
-            3
-        """
+        """Return the split of a batch into microbatches of a given size, or None if they do not divide it or must not."""
         replicas = self.data_parallel_size * self._pass_unit
         if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
             return None
@@ -228,12 +220,7 @@ class BatchSplitter:
         )
 
     def largest_microbatch(self, global_batch_size: int) -> int:
-        """Return the largest microbatch size that a legal global batch allows, in samples per replica.
-
-        Example:
-            >>> BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=2).largest_microbatch(96)
-            12
-        """
+        """Return the largest microbatch size that a legal global batch allows, in samples per replica."""
         # B = d * m * a * b with m a multiple of `_pass_unit`, so every legal b divides `samples`, and one that serves several
         # batches divides their greatest common divisor; G passes only bound it from above, for each batch. A search over the
         # divisors therefore leaves none out.
@@ -247,12 +234,7 @@ class BatchSplitter:
         )
 
     def legal_microbatches(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return every microbatch size that divides all of these batches, in ascending order.
-
-        Example:
-            >>> BatchSplitter(data_parallel_size=4).legal_microbatches([16, 32, 48])
-            (1, 2, 4)
-        """
+        """Return every microbatch size that divides all of these batches, in ascending order."""
         largest = min(map(self.largest_microbatch, sizes))
         common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
         return tuple(n for n in divisors(common) if n <= largest)

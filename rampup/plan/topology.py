@@ -244,15 +244,7 @@ _GPU_PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the peak FLOP/s of a JAX device in bfloat16 without sparsity, or None for an unknown device.
-
-    Args:
-        device_kind: `jax.Device.device_kind`.
-
-    Example:
-        >>> peak_flops("TPU v5 lite"), peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
-        (197000000000000.0, 989000000000000.0, None)
-    """
+    """Return the peak FLOP/s of a JAX device, by its `device_kind`, in bfloat16 without sparsity; None for an unknown one."""
     for chip in CHIPS.values():
         if device_kind in chip.kinds:
             return chip.peak_flops / chip.devices

@@ -21,7 +21,7 @@ from rampup.show.format import describe_split, format_bytes, format_count, forma
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
-    from rampup.plan.timetable import Operation, Timetable
+    from rampup.plan.pipeline import Operation, Timetable
     from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
 

@@ -20,8 +20,8 @@ from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.describe import summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.numbers import GIB
+from rampup.plan.pipeline import Timetable
 from rampup.plan.plan import RampPlan
-from rampup.plan.timetable import Timetable
 from rampup.show.console import operation_label
 from rampup.show.format import format_si
 from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points

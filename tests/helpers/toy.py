@@ -142,8 +142,8 @@ def train(step, state, steps=None, data=None):
 def open_rows(kind, train_files=None, *, length=4, eval_files=None):
     """Return the rows of `open_sources` for bytes or 16-bit tokens, a tenth of them held out."""
     names = {"dataset_type": kind, "grain_train_files": train_files, "grain_eval_files": eval_files}
-    data = SimpleNamespace(**names, eval_holdout_fraction=0.1, token_dtype="uint16")
-    return open_sources(data, SimpleNamespace(max_target_length=length, vocab_size=256))
+    names |= {"eval_holdout_fraction": 0.1, "token_dtype": "uint16"}
+    return open_sources(SimpleNamespace(**names, max_target_length=length, vocab_size=256))
 
 
 def all_tokens(source):

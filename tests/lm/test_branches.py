@@ -93,7 +93,7 @@ def test_all_branches_read_the_same_samples(run):
     branches = _Branches(config, record, ("1/2", 1, 3), 4000)
     assert branches.window.sizes == (8, 16, 48)
     samples = branches.window.samples
-    rows, _ = open_sources(config.data, config.model)
+    rows, _ = open_sources(config)
     consumed = branches.run_plan.ramp.samples_before(8)
     expected = sample_order(config, len(rows), consumed + samples).rows(range(consumed, consumed + samples))
     plan = branches.setup.plan
@@ -121,7 +121,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
     branches = _Branches(config, record, (1, 2), 8 * 16 * 16)
     assert branches.window.num_evaluations == 4
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
-    rows, _ = open_sources(config.data, config.model)
+    rows, _ = open_sources(config)
     first = branches.run_plan.ramp.samples_before(12)
     order = sample_order(config, len(rows), first + 64)
     for place, loss in enumerate(line["losses"]):

@@ -9,6 +9,7 @@ from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe
 from rampup.plan.pipeline import (
+    Timetable,
     pass_bubble,
     pass_ticks,
     pipeline_candidates,
@@ -16,7 +17,6 @@ from rampup.plan.pipeline import (
     predicted_time,
     stage_layer_order,
 )
-from rampup.plan.timetable import Timetable
 
 PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_device_batch_size": 16}
 PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}

@@ -1,4 +1,4 @@
-"""Tests of rampup.plan.timetable."""
+"""Tests of rampup.plan.pipeline."""
 
 import itertools
 from fractions import Fraction
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import PipelineShapeError
-from rampup.plan.timetable import Timetable, bubble_fraction, group_sizes
+from rampup.plan.pipeline import Timetable, bubble_fraction, group_sizes
 
 STAGES, MICROBATCHES, REPEATS = range(1, 9), range(1, 33), range(1, 5)
 

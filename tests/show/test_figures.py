@@ -10,7 +10,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
-from rampup.plan.timetable import SCHEDULES, Timetable
+from rampup.plan.pipeline import SCHEDULES, Timetable
 from rampup.show.figures import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable, svg_element
 from rampup.show.series import RunMetrics
 
