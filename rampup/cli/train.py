@@ -22,7 +22,7 @@ JSON_KEYS = (
 )
 ROLLOUT_JSON_KEYS = (
     *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations"),
-    *("seconds_by_part", "checkpoint"),
+    *("seconds", "seconds_by_part", "checkpoint"),
 )
 # Only with `batch_size_schedule: auto`.
 AUTO_KEYS = ("batch_size_schedule",)

@@ -6,6 +6,7 @@ Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on ri
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,9 +71,10 @@ class RolloutSummary:
     metrics: str  # the metrics file
     interrupted: bool  # whether a signal ended the run early
     resumed_from: int  # optimizer steps that earlier processes had done
-    seconds: float  # duration of this process's part of the run, without the warm start
+    seconds: float  # duration of this process's part of the run, with its start
     optimizer_steps: int  # optimizer steps done, which the lines of the run count
-    # Of generation, scoring and update in the rollouts that this process trained on completely.
+    # What the seconds add up from: the warm start and other work before the first step, waiting for compilations, the three
+    # parts of the rollouts that this process trained on completely, and the rest, such as evaluations and checkpoints.
     seconds_by_part: dict[str, float]
 
 
@@ -185,6 +187,7 @@ class RolloutRun:
         Raises:
             RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
         """
+        began = time.perf_counter()
         saved = self.saved
         on_event(RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters))
         loop = self._loop(folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS))
@@ -194,7 +197,11 @@ class RolloutRun:
         state = state.replace(step=np.array(state.step, np.int32), **host)
         if start < self.schedule.total_steps:
             keep_config(self.config, folder)
+        seconds = {"start": time.perf_counter() - began}
         _, summary = loop.train(state, start)
+        seconds |= {"compilation": self.step.waited_seconds, **self.step.seconds_by_part}
+        seconds = {name: round(took, 3) for name, took in seconds.items()}
+        total = round(time.perf_counter() - began, 3)
         first, last = first_and_last_line(folder / METRICS_FILE)
         first_eval, last_eval = first_and_last_line(folder / EVAL_FILE)
         is_done = summary.steps >= self.schedule.total_steps
@@ -206,9 +213,10 @@ class RolloutRun:
             reward_first=first.get("reward"),
             reward_last=last.get("reward"),
             num_compilations=self.step.compilations,
-            **{name: getattr(summary, name) for name in ("checkpoint", "metrics", "interrupted", "resumed_from", "seconds")},
+            **{name: getattr(summary, name) for name in ("checkpoint", "metrics", "interrupted", "resumed_from")},
             optimizer_steps=summary.steps,
-            seconds_by_part={name: round(seconds, 3) for name, seconds in self.step.seconds_by_part.items()},
+            seconds=total,
+            seconds_by_part=seconds | {"other": round(total - sum(seconds.values()), 3)},
         )
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:

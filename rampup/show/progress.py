@@ -209,6 +209,8 @@ class TrainProgress:
                     found = f"{event.metrics['accuracy']:.1%} of the answers are right"
                     if (greedy := event.metrics.get("greedy_accuracy")) is not None:
                         found += f", {greedy:.1%} of the greedy ones"
+                    if event.step < 0 and event.metrics["accuracy"] == 0:
+                        found += "; what is never right has no reward to learn from: a larger warm_start_steps helps"
                 else:
                     found = f"loss {_format_loss(event.metrics['eval_loss'])}"
                 when = f"after step {event.step:,}" if event.step >= 0 else "before training"

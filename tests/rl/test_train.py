@@ -161,6 +161,8 @@ def test_metrics_show_what_the_plan_knows(whole):
     parts = {"generation": "generation_seconds", "scoring": "scoring_seconds", "update": "update_seconds"}
     for name, key in parts.items():
         assert summary.seconds_by_part[name] == pytest.approx(sum(line[key] for line in lines[3::4]), abs=2e-3)
+    assert sum(summary.seconds_by_part.values()) == pytest.approx(summary.seconds, abs=1e-6)
+    assert min(summary.seconds_by_part[name] for name in ("start", "compilation", "other")) > 0
     assert (summary.reward_first, summary.reward_last) == (lines[0]["reward"], lines[-1]["reward"])
     evals = list(read_lines(folder / "eval.jsonl"))
     assert [line["step"] for line in evals] == [-1, 3, 7, 11]

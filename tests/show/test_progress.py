@@ -172,3 +172,11 @@ def test_progress_in_a_notebook():
         "2,000/29,632 samples, ? left<br>",
         "12,345/29,632 samples, 3:21 left<br>&lt;step 7&gt;",
     ]
+
+
+@pytest.mark.parametrize(("step", "accuracy", "hints"), [(-1, 0.0, True), (-1, 0.2, False), (7, 0.0, False)])
+def test_a_policy_that_is_never_right_is_explained(step, accuracy, hints):
+    """Before the first step, a line says why nothing will be learned."""
+    text = shown(events.Evaluated(step=step, metrics={"accuracy": accuracy, "greedy_accuracy": 0.5}))
+    assert f"{accuracy:.1%} of the answers are right, 50.0% of the greedy ones" in text
+    assert ("warm_start_steps" in text) == hints
