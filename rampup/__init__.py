@@ -81,8 +81,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.plan.split import BatchSplit as BatchSplit
     from rampup.plan.split import BatchSplitter as BatchSplitter
     from rampup.plan.topology import Topology as Topology
-    from rampup.rl.load import load as load
     from rampup.rl.plan import RolloutPlan as RolloutPlan
+    from rampup.rl.train import load as load
     from rampup.show.progress import TrainProgress as TrainProgress
     from rampup.tune.measured_design import design_ramp as design_ramp
     from rampup.tune.topology import topology_devices as topology_devices
@@ -110,7 +110,7 @@ _HOMES = {
     "rampup.plan.split": "BatchSplit BatchSplitter",
     "rampup.plan.pipeline": "Timetable",
     "rampup.plan.topology": "Topology",
-    "rampup.rl.load": "load",
+    "rampup.rl.train": "load",
     "rampup.rl.plan": "RolloutPlan",
     "rampup.engine.accumulate": "AccumulatedLoss accumulate multi_steps",
     "rampup.engine.batch": "Batch",

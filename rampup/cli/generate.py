@@ -18,7 +18,7 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace, console: object) -> Result:
     """Load a checkpoint and sample from it."""
-    from rampup.rl.load import load
+    from rampup.rl.train import load
 
     loaded = load(args.run)
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}

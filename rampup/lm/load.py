@@ -1,4 +1,4 @@
-"""The trained language model of a run, and text sampled from it. `rampup.load` is in `rampup.rl.load`."""
+"""The trained language model of a run, and text sampled from it. `rampup.load` is in `rampup.rl.train`."""
 
 from __future__ import annotations
 

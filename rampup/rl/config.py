@@ -50,15 +50,7 @@ def _shared(name: str, default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
-    """A complete, checked configuration of a rollout. Every attribute is a key of the YAML file, two of them in the group `rl`.
-
-    Raises:
-        ConfigError: If values are invalid or contradict each other. One error has all problems.
-
-    Example:
-        >>> RolloutConfig(batch_size=4).batch_size
-        4
-    """
+    """A complete, checked configuration of a rollout. Every attribute is a key of the YAML file, in the group `rl` or not."""
 
     # A key: its default, its properties, and its documentation, where a line break counts as a space.
     # fmt: off
@@ -288,7 +280,7 @@ class RolloutConfig(Settings):
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
             size = self.eval_batch
-            most = (self.num_test_batches - 1) * self.eval_batch
+            most = (self.num_test_batches - 1) * size
             text = (
                 f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
             )
@@ -301,11 +293,7 @@ ROLLOUT_KEYS = RolloutConfig.keys()
 
 
 def is_rollout_file(path: str | Path) -> bool:
-    """Return whether a file configures a rollout, like configs/rl.yml, judged by the keys that only one kind of file has.
-
-    Raises:
-        ConfigError: If the file cannot be read.
-    """
+    """Return whether a file configures a rollout, like configs/rl.yml, judged by the keys that only one kind of file has."""
     rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
     # A name that other systems use, such as batch_size, tells nothing.
     names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
@@ -315,33 +303,15 @@ def is_rollout_file(path: str | Path) -> bool:
 def load_rollout_config(
     path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> RolloutConfig:
-    """Load the configuration of a rollout. See `load_config` for files, `key=value` and the environment.
-
-    Args:
-        path: a YAML file with the keys of configs/rl.yml.
-        overrides: `key=value` settings, such as `rl.num_generations=4`.
-        environ: environment variables. `RAMPUP_RL_NUM_GENERATIONS=4` sets `rl.num_generations`.
-
-    Raises:
-        ConfigError: If the configuration is invalid. The error has file, line and key, and all problems.
-    """
+    """Load the configuration of a rollout, as `rampup.load_config` does that of a ramp."""
     return load_settings(RolloutConfig, path, overrides, environ=environ)
 
 
 def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) -> RolloutPlan:
-    """Return the plan that a rollout's configuration describes.
-
-    Args:
-        config: the configuration.
-        num_devices: devices for training. None = the configuration's `num_devices`, which then must not be -1.
+    """Return the plan that a configuration describes. Without `num_devices`, its own, which then must not be -1.
 
     Raises:
-        RampupError: If the sizes are invalid. One error has all problems and the nearest legal values.
-
-    Example:
-        >>> plan = build_rollout_plan(RolloutConfig(batch_size=64, mini_batch_size=16, microbatch_size=4), num_devices=8)
-        >>> plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.accumulation_steps
-        (512, 4, 4)
+        RampupError: the sizes are invalid. One error has all problems and the nearest legal values.
     """
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
@@ -398,14 +368,7 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
 
 
 def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None) -> RolloutSchedule:
-    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule.
-
-    Args:
-        config: the configuration.
-        num_devices: see `build_rollout_plan`.
-
-    Raises:
-        RampupError: If a schedule or the sizes of a stage are invalid. One error has all problems.
+    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule; see `build_rollout_plan`.
 
     Example:
         >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 5:16", num_batches=9, train_micro_batch_size=4)
@@ -426,11 +389,10 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
         rule = ""
         try:
             pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
-            steps = [step for step, _ in pairs]
-            sizes = [size for _, size in pairs]
+            steps, sizes = zip(*pairs, strict=True)
             if is_auto and len(pairs) > 1:
                 rule = f" must have one pair before auto, such as '0:{sizes[0]} auto'"
-            elif steps[0] != 0 or sorted(set(steps)) != steps:
+            elif steps[0] != 0 or sorted(set(steps)) != [*steps]:
                 rule = " must start at step 0, and its steps must increase"
             elif min(sizes) < 1 or max(sizes) > largest:
                 size = f"rl.{name}" if name == "num_generations" else name
@@ -462,11 +424,9 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
     smallest = stages[0][1].samples_per_step
     rows = schedule.pass_samples("policy")
     if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
-        raise ConfigError(
-            f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise between the passes of a step, but its "
-            f"first {smallest} samples are one pass of one replica; set a smaller train_micro_batch_size",
-            key="train_micro_batch_size",
-        )
+        text = f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise between the passes of a step, but its "
+        text += f"first {smallest} samples are one pass of one replica; set a smaller train_micro_batch_size"
+        raise ConfigError(text, key="train_micro_batch_size")
     return schedule
 
 
@@ -481,8 +441,7 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
         notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
         updates = plan.policy_updates
-        G = plan.samples_per_prompt
-        padded = ((updates.microbatch_samples or 0) - G) / 2 / updates.mini_batch_samples
+        padded = ((updates.microbatch_samples or 0) - plan.samples_per_prompt) / 2 / updates.mini_batch_samples
         if padded > MUCH_PADDING:
             notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")
     if config.is_auto:
@@ -492,10 +451,8 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
         notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {config.eval_batch:,} and are left out")
     maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
     if maxtext_steps != plan.total_optimizer_steps and not grows:
-        notes.append(
-            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would schedule its learning rate for "
-            f"{maxtext_steps:,}"
-        )
+        steps = f"{plan.total_optimizer_steps:,} optimizer steps"
+        notes.append(f"the run has {steps}; MaxText RL would schedule its learning rate for {maxtext_steps:,}")
     return tuple(notes)
 
 

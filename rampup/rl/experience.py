@@ -24,11 +24,7 @@ Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
 
 
 def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str) -> np.ndarray:
-    """Call a reward function, and return one finite float32 per sample. `where` is for errors.
-
-    Raises:
-        DataError: it raises an exception, or returns not one finite number per sample. The error shows the sample.
-    """
+    """Call a reward function, and return one finite float32 per sample. If it gives something else, a DataError shows where."""
     where = f"the reward function, in {where},"
     try:
         found = reward(prompts, responses)
@@ -80,12 +76,7 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
 
 
 def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
-    """Return whether the rewards of each group are all equal, so that all their advantages are 0.
-
-    Example:
-        >>> has_zero_spread(np.array([1.0, 0.0, 1.0, 1.0]), 2).tolist()
-        [False, True]
-    """
+    """Return whether the rewards of each group are all equal, so that all their advantages are 0."""
     groups = np.asarray(rewards_S).reshape(-1, samples_per_prompt)
     return (groups == groups[:, :1]).all(axis=1)  # type: ignore[no-any-return]
 
@@ -106,15 +97,14 @@ def generalized_advantages(
     rewards_SR, values_SR = np.asarray(rewards_SR, np.float64), np.asarray(values_SR, np.float64)
     S, R = rewards_SR.shape
     counts_SR = np.arange(R) < np.asarray(response_length_S)[:, None]
-    advantages_SR = np.zeros((S, R))
-    following_S = np.zeros(S)
-    next_value_S = np.zeros(S)
+    # With a column for what follows the last token: 0.
+    advantages_SR = np.zeros((S, R + 1))
+    values_SR = np.pad(np.where(counts_SR, values_SR, 0), ((0, 0), (0, 1)))
     for t in range(R - 1, -1, -1):
-        delta_S = rewards_SR[:, t] + gamma * next_value_S - values_SR[:, t]
-        following_S = np.where(counts_SR[:, t], delta_S + gamma * lam * following_S, 0)
-        next_value_S = np.where(counts_SR[:, t], values_SR[:, t], 0)
-        advantages_SR[:, t] = following_S
-    returns_SR = np.where(counts_SR, advantages_SR + values_SR, 0)
+        delta_S = rewards_SR[:, t] + gamma * values_SR[:, t + 1] - values_SR[:, t]
+        advantages_SR[:, t] = np.where(counts_SR[:, t], delta_S + gamma * lam * advantages_SR[:, t + 1], 0)
+    advantages_SR = advantages_SR[:, :R]
+    returns_SR = np.where(counts_SR, advantages_SR + values_SR[:, :R], 0)
     mean = advantages_SR[counts_SR].mean() if counts_SR.any() else 0.0
     spread = advantages_SR[counts_SR].std() if counts_SR.any() else 1.0
     advantages_SR = np.where(counts_SR, (advantages_SR - mean) / (spread + 1e-8), 0)
@@ -151,14 +141,9 @@ class Tally(NamedTuple):
 def divide_groups(
     tokens: Sequence[int], *, most: int, token_batch_size: int | None, mini_batch: int, partial_step: str
 ) -> tuple[int, int]:
-    """Return how many groups, from the first on, a step trains on, and how many of those after them it carries.
+    """Return how many groups of some tokens, from the first on, a step trains on, and how many of those after them it carries.
 
-    Args:
-        tokens: the tokens of each group, prompts and responses.
-        most: groups of a full step.
-        token_batch_size: tokens of a step; a group that does not fit ends it. None = `most` alone decides.
-        mini_batch: groups of a mini batch; with `token_batch_size`, a step is one.
-        partial_step: `train`, `drop` or `carry` the groups that do not fill the last mini batch.
+    A full step has `most` groups, or with `token_batch_size` as many as fit; it then is one mini batch.
 
     Example:
         >>> sizes = {"most": 4, "mini_batch": 2, "partial_step": "carry"}
@@ -168,10 +153,10 @@ def divide_groups(
     fits = len(tokens) if token_batch_size is None else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
     trained = fit = min(fits, most)
     if partial_step != "train" and token_batch_size is None:
-        trained = fit - fit % mini_batch
-    elif partial_step != "train" and token_batch_size is not None:
-        # Full by prompts, or by tokens: also if they fill it exactly, and no group is left that does not fit.
-        trained = fit if fit == most or sum(tokens) >= token_batch_size else 0
+        trained -= fit % mini_batch
+    elif partial_step != "train" and fit < most and sum(tokens) < token_batch_size:
+        # A budget is full also if the groups fill it exactly, and none is left that does not fit.
+        trained = 0
     return trained, len(tokens) - trained if partial_step == "carry" else 0
 
 
@@ -206,14 +191,14 @@ def mini_batches(
         step: the rollout that generated the samples, counted from 0.
         seed: seed of the shuffle. Every rollout, epoch and model has its own order, which is the same on every machine. None =
             the order of generation.
-        start: the optimizer step within this rollout to start at. Nothing is replayed.
+        start: the optimizer step within this rollout to start at.
         model: `policy` or `critic`.
         keep_prompts_together: shuffle prompts with all their responses, which are adjacent, instead of single samples.
         num_prompts: the prompts of the rollout, if they are fewer than planned.
 
     Raises:
-        ResumeMismatchError: If the plan has no such step or start.
-        ConfigError: If the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
+        ResumeMismatchError: the plan has no such step or start.
+        ConfigError: the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
 
     Example:
         >>> from rampup.rl.sizes import Size, Training
@@ -221,8 +206,6 @@ def mini_batches(
         >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=2, policy=policy)
         >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
         [[0, 1, 2, 3], [4, 5, 6, 7]]
-        >>> [batch.update for batch in mini_batches(plan, step=0, seed=1, start=1)]
-        [1]
     """
     updates = plan.updates(model)
     for name, value, last, rule in (
@@ -273,9 +256,9 @@ def loss_rows(
         experience: arrays over samples: `tokens` (S, T), `prompt_length` and `response_length` (S,), and over the tokens of the
             response (S, R) those that the loss reads: `log_probabilities` (of the policy that sampled), `advantages`,
             `reference_log_probabilities`, `values`, `returns`. The aggregation by groups needs the number of the prompt of each
-            sample, `group` (S,).
-        rows: the samples, all by default. The aggregation by groups needs all samples of each prompt.
-        loss_agg_mode: how the losses of tokens add up, one of `AGGREGATIONS`.
+            sample, `group` (S,), and all samples of each prompt.
+        rows: the samples, all by default.
+        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.sizes.AGGREGATIONS`.
 
     Raises:
         ConfigError: another `loss_agg_mode`.
@@ -331,16 +314,10 @@ def padded_rows(rows: Arrays, width: int) -> Arrays:
 
 
 def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]) -> Arrays:
-    """Return rows of one sample as rows of several, arrays (n, replicas, budget, ...) of a mini batch's passes.
+    """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a mini batch's passes.
 
-    Args:
-        rows: from `loss_rows`.
-        packed: which samples are in which row; see `rampup.rl.packing.pack`.
-        lengths: tokens of each sample.
-
-    Returns:
-        The arrays of `rows`, and `positions`, `segments` (1, 2, ...; padding is 0) and `shape`, the number of the shape on the
-        ladder that a pass is computed with, (n, replicas).
+    They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n, replicas), the number of the shape on the
+    ladder that a pass is computed with.
     """
     n = packed.num_microbatches
     replicas = len(packed.replicas)
@@ -358,6 +335,6 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
                 found["positions"][here] = np.arange(length)
                 found["segments"][here] = segment
                 place += length
-    shapes = [packed.ladder.index(shape) for shape in packed.microbatch_shapes]
-    found["shape"] = np.repeat(np.array(shapes, np.int32)[:, None], replicas, axis=1)
+    shapes = np.array([packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32)
+    found["shape"] = np.repeat(shapes[:, None], replicas, axis=1)
     return found

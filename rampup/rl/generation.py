@@ -28,8 +28,7 @@ class Samples(NamedTuple):
         tokens: int32 (B, P + R). A prompt and its response without a gap, then padding.
         prompt_length: int32 (B,).
         response_length: int32 (B,). The end token counts, so an empty response has length 1. R if no end token came.
-        log_probabilities: float32 (B, R), of every token of the response under the policy at the sampling temperature, if they
-            are asked for; otherwise None.
+        log_probabilities: float32 (B, R), of every token of the response under the policy at the sampling temperature, or None.
     """
 
     tokens: Any

@@ -11,10 +11,9 @@ belong to prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W
 
 where D = sum(E |x_i|^2 - w_i^2 |G|^2). A block has all responses to one prompt, or one response to each of several, as the
 steps take turns: their rows are ordered by prompts, then by the numbers of the responses. So there are two equations of the
-first kind and one of the second for |G|^2, B and D / W, whose other numbers follow from the weights. Each is summed over many
-steps before it is divided by their weight; the mean of a quotient would be biased where few prompts make a step. If blocks have
-whole prompts, |G|^2 is the mean product of the gradients of different prompts, so that no error of the noise enters it.
-How many rollouts are enough is the question of OpenReview uK4kMpNx0W.
+first kind and one of the second for |G|^2, B and D / W. Each is summed over many steps before it is divided by their weight, as
+the mean of a quotient would be biased where few prompts make a step. If blocks have whole prompts, |G|^2 is the mean product of
+the gradients of different prompts, so that no error of the noise enters it.
 
 A step of P prompts with n responses each has the noise (B (sum_p(w_p^2) - sum(w_i^2)) + D) / W^2 = (b + s / n) / P. Here b is B
 times the mean of w_i w_i' over pairs of responses to a prompt, divided by the square of the mean w of w_i; and s is D / (W w)
@@ -27,12 +26,10 @@ noise at a given cost P (c + n) is least at n^2 = c s / b (two-stage sampling: C
 That takes |G|^2 as fixed. It falls with fewer responses: a group of equal rewards has no gradient, and the mean reward of a
 group contains the response's own. So a number below the measured one is never recommended.
 
-Several updates on the same samples at the same learning rate add up the same noise instead of averaging it: r small updates
-move the parameters r times as far, in the mean and in the noise. r updates on fresh samples have r times the mean and sqrt(r)
-times the noise. So a batch that is used r times needs r times the prompts for the same ratio of noise to progress.
-
-The responses of a group share a baseline in GRPO, which correlates them a little: what is within a prompt is what the rest of a
-group leaves.
+r updates on the same samples at the same learning rate add up the same noise: they move the parameters r times as far, in the
+mean and in the noise, while r updates on fresh samples have sqrt(r) times the noise. So a batch that is used r times needs r
+times the prompts for the same ratio of noise to progress. In GRPO, the responses of a group share a baseline, which correlates
+them a little: what is within a prompt is what the rest of a group leaves.
 """
 
 from __future__ import annotations
@@ -66,16 +63,10 @@ PROMPT_ROWS = "prompt_rows"
 
 
 def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) -> np.ndarray:
-    """Return what the estimates need to know of a step, divided by its weight W.
+    """Return what the estimates need to know of a step, from the weights and prompts of the rows of each pass; 0 is padding.
 
-    Args:
-        weights_nR: the weights of the rows of each pass; 0 is padding.
-        groups_nR: their prompts.
-        replicas: the replicas, each of which has adjacent rows of a pass.
-
-    Returns:
-        sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of responses, and that of ordered
-        pairs of responses to one prompt. NaN with fewer than two blocks.
+    Divided by the weight W of the step: sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of
+    responses, and that of ordered pairs of responses to one prompt. NaN with fewer than two blocks.
 
     Example:
         >>> ones, groups = np.ones((2, 2)), np.array([[0, 0], [1, 1]])
@@ -101,7 +92,7 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
 
 @dataclass(slots=True)
 class _Means:
-    """Weighted means over steps of sum(|G_j|^2) / W, W |g|^2 and the numbers of `block_facts`, and these means' covariance.
+    """Weighted means over steps of sum(|G_j|^2) / W, W |g|^2 and the numbers of `block_facts`, with their covariance.
 
     See `rampup.NoiseScale` for the recurrences.
     """
@@ -132,9 +123,6 @@ class _Means:
 class PromptNoise:
     """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals.
 
-    Attributes:
-        half_life_samples: samples after which a step counts half.
-
     Example:
         >>> noise, rng = PromptNoise(half_life_samples=1e9), np.random.default_rng(0)
         >>> for step in range(400):  # ten prompts with five responses of weight 1; |G|^2 = 1, B = 2, D = 50 * (10 + 2)
@@ -146,21 +134,15 @@ class PromptNoise:
         [2, 10, 4]
     """
 
-    half_life_samples: float
+    half_life_samples: float  # samples after which a step counts half
     means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
 
     def update(
         self, layout: int, *, samples: int, weight: float, squares: float, square: float, facts: Sequence[float] | np.ndarray
     ) -> None:
-        """Add a step; one whose values are not finite, or without weight, only ages the others.
+        """Add a step of weight W with sum(|G_j|^2) and, before clipping, |g|^2; its layout is 0 or 1, by the order of the rows.
 
-        Args:
-            layout: 0 or 1, for one or the other order of the rows.
-            samples: samples of the step.
-            weight: W, the weight of the step.
-            squares: sum(|G_j|^2).
-            square: |g|^2, of the gradient of the step before clipping.
-            facts: from `block_facts`.
+        One whose values are not finite, or without weight, only ages the others.
         """
         decay = 2.0 ** (-samples / self.half_life_samples)
         x = np.array([squares / weight, weight * square, *facts]) if weight > 0 else np.full(8, np.nan)
@@ -223,19 +205,8 @@ def advice_from_line(
 ) -> dict[str, Any]:
     """Return how many prompts and responses are worth it by a line of metrics.jsonl, as `rampup design` prints them.
 
-    Args:
-        line: has the estimates of `PromptNoise`, with the noise scale for `responses` and one update per sample.
-        responses: responses per prompt now.
-        cost_per_prompt: the cost of a prompt in units of that of one response.
-        reuse: updates on the same samples, at the same learning rate.
-
-    Returns:
-        The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
-        one noise scale, and their cost relative to now. None of the numbers is below that of the run: fewer responses have
-        a smaller mean gradient, which is not known.
-
-    Raises:
-        DataError: the line has no noise.
+    `responses` per prompt are those of the run, a prompt costs as much as `cost_per_prompt` responses, and a sample is used in
+    `reuse` updates; the estimates of the line are for one.
     """
     if line.get(_PARTS[0]) is None:
         text = "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps"
@@ -270,8 +241,8 @@ def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
 class AutoPrompts(Component):
     """The decisions of `rl.batch_size_schedule="0:N auto"`; see `rampup.batch_size.auto`, with rollouts as steps.
 
-    The averages come before it in a loop. A batch that is used several times needs as many times the prompts. The noise scale
-    counts prompts that are trained on, and the schedule those that are generated: if groups are dropped, it grows later.
+    The averages come before it in a loop. The noise scale counts prompts that are trained on, and the schedule those that are
+    generated: if groups are dropped, it grows later.
     """
 
     def __init__(
@@ -297,7 +268,7 @@ class AutoPrompts(Component):
         if not self.may_change_plan(line["step"] + 1):
             return {}
         auto = self.auto
-        before = self.auto.size
+        before = auto.size
         noise = _times(self.reuse, self.noise.scale)
         rollout = values["facts"]["rollout"] + 1
         prompts = values["facts"]["consumed_prompts"]
@@ -339,9 +310,9 @@ class PromptNoiseAverages(Component):
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         """Take the `gradient_noise` of a step that has the facts of its blocks."""
         noise = values.get("gradient_noise", {})
-        found = dict[str, Any]()
         if FACTS not in noise:
-            return found
+            return {}
+        found = dict[str, Any]()
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
             trace, squared_norm, squares = (float(noise[prefix + name]) for name in ("trace", "squared_norm", "squares"))

@@ -26,8 +26,7 @@ MAX_EMPTY = 10**6
 class PackedMicrobatches:
     """Sequences in microbatches of a few static shapes, with the same number of microbatches on every replica.
 
-    `replicas[r][j]` has the indices of the sequences in microbatch j of replica r. It is empty, so all padding, only if there
-    are fewer sequences than microbatches.
+    `replicas[r][j]` has the indices of the sequences in microbatch j of replica r.
     """
 
     lengths: tuple[int, ...]  # tokens of each sequence
@@ -58,17 +57,13 @@ class PackedMicrobatches:
 
 
 def make_ladder(token_budget: int, rungs: int = 4) -> tuple[int, ...]:
-    """Return evenly spaced shapes up to the token budget.
+    """Return as many evenly spaced shapes as there are rungs, up to the token budget of a microbatch.
 
     All microbatches except the last are nearly full, and the last may have any number of tokens. Even spacing pads it least on
-    average, and by at most token_budget / rungs.
-
-    Args:
-        token_budget: the maximum number of tokens in a microbatch, and the largest shape.
-        rungs: the number of shapes. Each is compiled once.
+    average, and by at most token_budget / rungs. Each shape is compiled once.
 
     Raises:
-        ConfigError: If either is not a whole number of at least 1, or there are more rungs than tokens.
+        ConfigError: either is not a whole number of at least 1, or there are more rungs than tokens.
 
     Example:
         >>> make_ladder(16384, 4)
@@ -83,16 +78,16 @@ def pack(lengths: Sequence[int], token_budget: int, ladder: Sequence[int], *, nu
     """Pack sequences into as few microbatches as it can find, each within the budget and of a shape on the ladder.
 
     All replicas run one program, so microbatch j has the same shape on all of them. Larger shapes come first. A microbatch is
-    empty only if there are fewer sequences than microbatches.
+    empty, so all padding, only if there are fewer sequences than microbatches.
 
     Args:
-        lengths: tokens of each sequence, as a list or an integer array. None exceeds the budget.
+        lengths: tokens of each sequence, as a list or an integer array.
         token_budget: the maximum number of tokens in a microbatch.
         ladder: shapes to pad to, ascending to the budget. See `make_ladder`.
         num_replicas: data-parallel replicas. Each gets the same number of microbatches.
 
     Raises:
-        ConfigError: If a sequence is longer than the budget, the ladder does not end there, or a number is out of range.
+        ConfigError: a sequence is longer than the budget, the ladder does not end there, or a number is out of range.
 
     Example:
         >>> packed = pack([100, 200, 300, 400, 500, 600], 1000, make_ladder(1000, 4))
@@ -102,8 +97,8 @@ def pack(lengths: Sequence[int], token_budget: int, ladder: Sequence[int], *, nu
     values = _to_integers(lengths, "lengths")
     for limit, extreme in ((1, min(values)), (MAX_COUNT, max(values))):
         if not 1 <= extreme <= MAX_COUNT:
-            where = f"lengths[{values.index(extreme)}]={extreme:,}"
-            raise ConfigError(f"{where} tokens must be between 1 and 10**18", key="lengths", nearest=[limit])
+            text = f"lengths[{values.index(extreme)}]={extreme:,} tokens must be between 1 and 10**18"
+            raise ConfigError(text, key="lengths", nearest=[limit])
     _check_count(token_budget, "token_budget")
     rungs = tuple(_to_integers(ladder, "ladder"))
     rule = ""
@@ -138,8 +133,7 @@ def pack(lengths: Sequence[int], token_budget: int, ladder: Sequence[int], *, nu
 def _best_fit(lengths: Sequence[int], order: Sequence[int], capacities: Sequence[int]) -> list[list[int]] | None:
     """Put each sequence, in the given order, into the bin with the least room for it. Return None if one has no room anywhere.
 
-    In descending order of length and with bins of one size this is best-fit decreasing, which needs at most 11/9 of the
-    fewest bins plus a constant (Johnson 1974).
+    For descending lengths and equal bins it needs at most 11/9 of the fewest bins plus a constant (Johnson 1974).
     """
     free = sorted((capacity, number) for number, capacity in enumerate(capacities))
     bins: list[list[int]] = [[] for _ in capacities]
@@ -158,8 +152,8 @@ def _pack_onto_ladder(
 ) -> Bins | None:
     """Pack into rows of bins of one shape: first full rows, then one row of a middle shape, then rows of the smallest shape.
 
-    Such layouts are numbered by their capacity. A doubling and then a binary search finds the smallest capacity for which
-    best-fit places every sequence. None if it fails even with full rows only.
+    Among such layouts, numbered by their capacity, doubling and bisection find the smallest into which best-fit places every
+    sequence. None if it fails even with full rows only.
     """
     steps = len(ladder) - 1
     last = rows * steps
@@ -190,7 +184,7 @@ def _pack_onto_ladder(
 def _arrange(
     lengths: Sequence[int], bins: Bins, ladder: tuple[int, ...], num_microbatches: int, num_replicas: int
 ) -> PackedMicrobatches:
-    """Return bins as microbatches, fullest first. Bins of similar size share a row of replicas, and a row has its lowest rung.
+    """Return bins as microbatches, fullest first, so that those of similar size share a row of replicas and its rung.
 
     If there are fewer bins than places, the fullest bins give up their shortest sequences until every place has one.
     """

@@ -1,9 +1,9 @@
 """RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the microbatches of each replica.
 
 A step's samples are divided three times: among the calls of the generator, among mini batches (one optimizer step each), and
-among the passes of a mini batch. Each division has its own unit, and generation need not agree with training. The plan checks
-from the outside in, and stops where an error would only repeat one before it: numbers that are none, then the batch, for which
-some legal mini batch must exist, then the mini batches and passes of each model, and the calls of the generator.
+among the passes of a mini batch. The plan checks from the outside in, and stops where an error would only repeat one before it:
+numbers that are none, then the batch, for which some legal mini batch must exist, then the mini batches and passes of each
+model, and the calls of the generator.
 """
 
 from __future__ import annotations
@@ -28,29 +28,21 @@ class RolloutPlan:
     Attributes:
         rollout_batch: the batch that one step generates.
         samples_per_prompt: responses to each prompt.
-        policy: the sizes of the policy's training.
-        critic: the sizes of the critic's training. None without a critic.
+        policy, critic: the sizes of the training of each model. None without a critic.
         generation: the batch of one call of the generator (a rollout microbatch). None = the whole batch.
         num_steps: steps of the run.
         pad: pad sizes that do not divide with rows of weight 0; a last mini batch may be short. False = raise an error.
-        eval_prompts: prompts of one evaluation. 0 = no evaluation.
-        eval_samples_per_prompt: responses to each prompt of an evaluation.
+        eval_prompts, eval_samples_per_prompt: prompts of one evaluation, and responses to each.
         experience: lengths and types of the stored arrays. None = unknown; `rollout_step` takes the lengths of its options.
         policy_updates, critic_updates: the resulting optimizer steps of each model (derived).
 
     Raises:
-        ConfigError, BatchDivisibilityError: If sizes are invalid. One error has all problems and the nearest legal values.
+        ConfigError, BatchDivisibilityError: sizes are invalid. One error has all problems and the nearest legal values.
 
     Example:
-        >>> plan = RolloutPlan(
-        ...     rollout_batch=Size(count=1024, unit="prompts"),
-        ...     samples_per_prompt=5,
-        ...     policy=Training(
-        ...         mini_batch=Size(count=256, unit="prompts"),
-        ...         microbatch=Size(count=4, unit="samples", scope="replica"),
-        ...         data_parallel_size=16,
-        ...     ),
-        ... )
+        >>> micro = Size(count=4, unit="samples", scope="replica")
+        >>> policy = Training(mini_batch=Size(count=256, unit="prompts"), microbatch=micro, data_parallel_size=16)
+        >>> plan = RolloutPlan(rollout_batch=Size(count=1024, unit="prompts"), samples_per_prompt=5, policy=policy)
         >>> plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.accumulation_steps
         (5120, 4, 20)
     """
@@ -184,11 +176,7 @@ class RolloutPlan:
         return None if self.experience is None else self.experience.bytes_per_sample(critic=self.critic is not None)
 
     def updates(self, model: str = "policy") -> Updates:
-        """Return the updates of one model.
-
-        Raises:
-            ConfigError: If the plan has no such model.
-        """
+        """Return the updates of one model."""
         found = {updates.model: updates for updates in self.order}
         if model not in found:
             raise choice_error("model", model, list(found))
@@ -198,17 +186,6 @@ class RolloutPlan:
         """Return a step in its order, from prompts to optimizer steps: what there is, how many of it, and the sizes of each.
 
         Tokens are those of samples of the maximum lengths; None if these are unknown or there is no fixed size.
-
-        Example:
-            >>> policy = Training(mini_batch=Size(count=2, unit="prompts"), microbatch=Size(count=2, unit="samples"))
-            >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=3, policy=policy)
-            >>> for row in plan.timetable():
-            ...     print(row["what"], row["number"], row["samples"])
-            prompts 1 None
-            responses 1 12
-            mini batches 2 6
-            microbatches 3 2
-            optimizer step 1 6
         """
         stored = self.experience
         length, prompt = (None, None) if stored is None else (stored.max_length, stored.max_prompt_length)

@@ -1,19 +1,12 @@
 """A step of reinforcement learning: generate, reward, and train each model on the samples, one program per role.
 
-The story of one optimizer step, `RolloutStep.update`, top to bottom:
+The story of one optimizer step is `RolloutStep.update`: before the first one of a rollout, `_collect` makes its experience,
+arrays on the host with one row per sample; `_mini_batch` takes the rows of this update from it, `_passes` makes passes of one
+shape of them, padded or packed, and `_train` sums the loss over the passes and runs the optimizer once. The number of passes is
+data, so that one program serves every mini batch. An update for which no samples are left changes no parameter.
 
-1. Before the first one of a rollout, `_collect` generates: calls of the generator and rewards until the step has its prompts,
-   the log-probabilities of the policy and the reference, the critic's values, advantages. The result is the experience: arrays
-   on the host, one row per sample, a part of the state, so that a checkpoint between two updates has them. How many of the rows
-   are samples is in the `tally` of the state.
-2. `_mini_batch` takes the samples of this update from the experience. An update for which none are left leaves the parameters
-   as they are.
-3. `_passes` makes passes of one shape of them: padded rows of one sample, or rows packed to a token budget.
-4. `_train` puts the passes into the buffer of the model's `rampup.engine.step.TrainStep`, which sums the loss over them,
-   reduces once and runs the optimizer once. The number of passes is data, so that one program serves every mini batch.
-
-The state and the position say everything that these functions need; `RolloutStep` itself changes only by compiling and by the
-clock of the rollout, which no checkpoint has.
+The state, with the experience and its `Tally`, and the position say everything that these functions need, so that a checkpoint
+between two updates is complete; `RolloutStep` itself changes only by compiling and by the clock of the rollout.
 
 Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
 and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
@@ -62,11 +55,10 @@ from rampup.rl.experience import (
     padded_rows,
 )
 from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
-from rampup.rl.losses import grpo_loss, value_loss
 from rampup.rl.noise import FACTS, LAYOUT, block_facts
 from rampup.rl.packing import make_ladder, pack
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilities
+from rampup.rl.policy import Critic, grpo_loss, in_replica, over_rows, token_log_probabilities, value_loss
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import AGGREGATIONS, Experience, count_problems
 
@@ -81,22 +73,17 @@ Prompts = Callable[[int, int], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """How samples are generated and what is learned from them.
+    """How samples are generated and what is learned from them. What is not listed is the key of configs/rl.yml of that name.
 
     Attributes:
-        max_prompt_length, max_response_length: tokens of the longest prompt and response; rows have their sum.
         end_token: ends a response; None = every response has `max_response_length` tokens.
-        sampling: how tokens are sampled.
         epsilon, beta: see `rampup.rl.grpo_loss`. Without `beta`, no reference is needed.
-        zero_spread_groups, max_num_gen_batches, token_batch_size, partial_step: what a step trains on, as the keys of
-            configs/rl.yml say; `token_batch_size` None = the plan alone decides.
-        measure_gradient_noise: measure the noise of the policy's gradient in the first pass over the samples; see
-            `rampup.rl.noise`. The order of the rows in a mini batch changes from step to step.
-        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.sizes.AGGREGATIONS`.
+        token_batch_size: tokens of a step; None = the plan alone decides.
+        measure_gradient_noise: in the first pass over the samples; see `rampup.rl.noise`. The order of the rows in a mini batch
+            then changes from step to step.
         gamma, lam, value_epsilon: of generalized advantage estimation, and of the critic's loss.
         seed: of the samples.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
-        keep_prompts_together: keep the samples of a prompt in one mini batch.
         rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
     """
@@ -184,7 +171,7 @@ class RolloutStep:
         if critic is not None:
             loss = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
             losses["critic"] = loss, critic[1]
-        # A step may have fewer prompts than planned, and an update none, of weight 0.
+        # An update may have no prompt, and then has the weight 0.
         sizes_vary = (options.zero_spread_groups, options.token_batch_size, options.partial_step) != ("keep", None, "train")
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps: dict[str, TrainStep] = {
@@ -203,6 +190,7 @@ class RolloutStep:
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
         self._compilers = {role: Compiler(partial(wait_for_all, mesh)) for role in ("generate", "logprobs")}
+        self._parts = (*self._compilers.values(), *self._steps.values())
         # Every process needs all results of generation and forward passes.
         self._fetched = replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
         self._clock: _Clock | None = None
@@ -223,7 +211,7 @@ class RolloutStep:
     @property
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
-        return sum(part.waited_seconds for part in (*self._compilers.values(), *self._steps.values()))
+        return sum(part.waited_seconds for part in self._parts)
 
     @property
     def _seconds(self) -> float:
@@ -232,24 +220,20 @@ class RolloutStep:
 
     def close(self) -> None:
         """Cancel compilations that have not started."""
-        for part in (*self._compilers.values(), *self._steps.values()):
+        for part in self._parts:
             part.close()
 
     def create_state(self, params: Any, *, reference: Any = None, critic_params: Any = None) -> RolloutState:
-        """Return the state before the first rollout, placed on the mesh. The arrays are copied.
+        """Return the state before the first rollout, with copies on the mesh of the policy's parameters and the others.
 
-        Args:
-            params: the policy's parameters.
-            reference: those of the reference policy, by default the same.
-            critic_params: the critic's, if there is one.
+        By default the reference policy has the same.
         """
         given = {"policy": params, "critic": critic_params}
         found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         for name, step in self._steps.items():
             found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
         if self.options.beta:
-            copied = create_state(params if reference is None else reference, optax.identity(), self._mesh)
-            found["reference"] = copied.params
+            found["reference"] = create_state(params if reference is None else reference, optax.identity(), self._mesh).params
         return RolloutState(**found, experience=self._empty_experience())
 
     def check_memory(self, state: RolloutState) -> None:
@@ -258,8 +242,7 @@ class RolloutStep:
         Devices without a limit, such as CPUs, are not checked.
 
         Raises:
-            ConfigError: an update does not fit. It names the size of its passes: `token_batch_size` only decides how many of
-                the passes for `batch_size` prompts a step uses.
+            ConfigError: an update does not fit. It names the size of its passes, which alone decides.
         """
         limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
         models = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference]
@@ -276,10 +259,8 @@ class RolloutStep:
             if used > min(limits):
                 training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
-                text = (
-                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}"
-                )
-                raise ConfigError(text, key=key)
+                text = f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}"
+                raise ConfigError(f"{text}; set a smaller {key}", key=key)
             start += updates.optimizer_steps
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
@@ -287,8 +268,8 @@ class RolloutStep:
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
-            prompts: the tokens of the prompts of this rollout; or, for a step that samples more of them, a function from the
-                numbers of the first and of the one after the last, counted over the run.
+            prompts: the tokens of the prompts of this rollout; or, for a step that samples more of them, a function as of
+                `update`.
 
         Returns:
             The new state, and the metrics of the policy's last update with the facts of the rollout.
@@ -311,7 +292,7 @@ class RolloutStep:
         Args:
             state: the state before it, whose memory is reused.
             position: the step.
-            prompts: from the numbers of the first prompt and of the one after the last to their tokens.
+            prompts: from the numbers of the first prompt and of the one after the last, counted over the run, to their tokens.
 
         Returns:
             The new state and the step's metrics, as `rampup.train_step` returns them, with the numbers of the host in `facts`.
@@ -344,17 +325,14 @@ class RolloutStep:
         seed: int = 0,
         sampling: Sampling | None = None,
     ) -> Any:
-        """Return the rewards (prompts, samples_per_prompt) of new responses, by the program of the rollouts.
-
-        They are sampled as in a rollout, or with another `sampling`.
-        """
+        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout or by `sampling`."""
         samples = self._generate(params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling)
         return self._rewards(samples, where="an evaluation").reshape(len(prompts), samples_per_prompt)
 
     # --- the experience of a rollout ---
 
     def _collect(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[Arrays, Tally]:
-        """Generate the samples of a rollout, and return their stored arrays (see `rampup.rl.sizes.Experience`) and numbers."""
+        """Generate the samples of a rollout, and return their stored arrays and numbers."""
         options = self.options
         plan = position.plan
         G = plan.samples_per_prompt
@@ -372,9 +350,9 @@ class RolloutStep:
         generated = 0
         found = []
         while budget is None or sum(tokens) < budget:
-            missing = most - (len(tokens) if is_refilling else before.carried + generated)
+            missing = most - before.carried - generated
             if is_refilling:
-                missing = min(missing, options.max_num_gen_batches * most - generated)
+                missing = min(most - len(tokens), options.max_num_gen_batches * most - generated)
             if budget is not None:
                 # One call of the generator at a time, because the lengths decide how many it takes.
                 missing = min(missing, max(self.rows_per_call // G, 1))
@@ -421,16 +399,19 @@ class RolloutStep:
         parts = {"generation": self._seconds - began - scoring, "scoring": scoring, "update": 0.0}
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
         self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
-        return experience, Tally(
+        tally = Tally(
             groups=groups,
             carried=waiting,
             dropped=before.carried + generated - groups - waiting,
             prompts=before.prompts + generated,
             samples=before.samples + generated * G,
-            zero_spread=float(has_zero_spread(rewards_S, G).mean()) if generated else np.nan,
-            reward=float(rewards_S.astype(np.float64).mean()) if generated else np.nan,
-            spread=float(rewards_S.astype(np.float64).reshape(-1, G).std(axis=1).mean()) if generated else np.nan,
         )
+        if not generated:
+            return experience, tally
+        groups_PG = rewards_S.astype(np.float64).reshape(-1, G)
+        zero_spread = float(has_zero_spread(rewards_S, G).mean())
+        spread = float(groups_PG.std(axis=1).mean())
+        return experience, tally._replace(zero_spread=zero_spread, reward=float(groups_PG.mean()), spread=spread)
 
     def _score(self, state: RolloutState, plan: RolloutPlan, samples: Samples, rewards_S: np.ndarray) -> Arrays:
         """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
@@ -460,28 +441,17 @@ class RolloutStep:
         return arrays
 
     def _empty_experience(self) -> Arrays:
-        """Return arrays for the largest rollout, of the planned names and types and the lengths of the run.
-
-        All rollouts use them, so that every checkpoint has the same structure; the rows after the samples of a rollout are 0.
-        """
+        """Return arrays of 0 for the largest rollout, so that every checkpoint has the same structure."""
         planned = self.schedule.stages[0][1].experience
         assert planned is not None
-        stored = replace(
-            planned,
-            max_prompt_length=self.options.max_prompt_length,
-            max_response_length=self.options.max_response_length,
-            reference=bool(self.options.beta),
-        )
+        stored = replace(planned, **_lengths(self.options), reference=bool(self.options.beta))
         return {
             name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
             for name, (dtype, elements) in stored.fields(critic=self._critic is not None).items()
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
-        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token.
-
-        With several processes, process 0 calls it for all of them, because its answers may differ.
-        """
+        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
         prompts, responses = [], []
         for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
             response = tokens[p : p + r].tolist()
@@ -540,7 +510,7 @@ class RolloutStep:
     def _in_calls(self, role: str, model: str, run: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
         """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
 
-        All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
+        All calls are started before the first result is fetched. A last call that is short repeats its first row.
         """
         S = len(samples[0])
         parts = []
@@ -590,7 +560,7 @@ class RolloutStep:
         return found, lengths[: len(rows)]
 
     def _passes(self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
-        """Return the passes of an update, arrays (n, rows of a pass, ...). With a token budget, n depends on the lengths."""
+        """Return the passes of an update, arrays (n, rows of a pass, ...)."""
         if not (ladder := self._ladders[position.model]):
             return padded_rows(rows, self.schedule.pass_samples(position.model))
         replicas = position.split.data_parallel_size
@@ -619,7 +589,7 @@ class RolloutStep:
     ) -> dict[str, Any]:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
         plan = position.plan
-        have = tally.groups * position.plan.samples_per_prompt
+        have = tally.groups * plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
         ladder = self._ladders[position.model]
         computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
@@ -645,14 +615,12 @@ class RolloutStep:
         if plan.experience_bytes_per_sample is not None:
             found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
         if self._clock is not None:
-            generation, scoring, update = self._clock.parts.values()
-            found["generation_seconds"] = round(generation, 6)
-            found["scoring_seconds"] = round(scoring, 6)
-            found["generation_tokens_per_second"] = round(self._clock.tokens / max(generation, 1e-9), 3)
+            done = {name: took for name, took in self._clock.parts.items() if name != "update" or position.is_last}
+            found |= {f"{name}_seconds": round(took, 6) for name, took in done.items()}
+            found["generation_tokens_per_second"] = round(self._clock.tokens / max(done["generation"], 1e-9), 3)
             if position.is_last:
                 tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
-                found["update_seconds"] = round(update, 6)
-                found["training_tokens_per_second"] = round(tokens / max(update, 1e-9), 3)
+                found["training_tokens_per_second"] = round(tokens / max(done["update"], 1e-9), 3)
         return found
 
 
@@ -700,7 +668,10 @@ def rollout_step(
         (3, True, {'generate': 1, 'logprobs': 1, 'update': 1})
     """
     schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
-    schedule = _with_lengths(schedule, options)
+    # Plans without lengths have those of the options: they decide how many passes there may be.
+    own = Experience(**_lengths(options), reference=bool(options.beta))
+    stages = ((first, replace(stage, experience=stage.experience or own)) for first, stage in schedule.stages)
+    schedule = replace(schedule, stages=tuple(stages))
     return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
 
 
@@ -730,12 +701,8 @@ class _Clock:
     parts: dict[str, float]  # generation, scoring, update
 
 
-def _with_lengths(schedule: RolloutSchedule, options: RolloutOptions) -> RolloutSchedule:
-    """Return the schedule with the lengths of the options in plans without any: they decide how many passes there may be."""
-    lengths = {name: getattr(options, name) for name in ("max_prompt_length", "max_response_length")}
-    own = Experience(**lengths, reference=bool(options.beta))
-    stages = ((first, replace(plan, experience=plan.experience or own)) for first, plan in schedule.stages)
-    return replace(schedule, stages=tuple(stages))
+def _lengths(options: RolloutOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("max_prompt_length", "max_response_length")}
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
@@ -744,73 +711,67 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     plan = stages[0]
     sampling = options.sampling
     largest = max(stage.samples_per_prompt for stage in stages)
+
+    def refuse(key: str, text: str, *nearest: Any) -> None:
+        raise ConfigError(text, key=key, nearest=nearest)
+
     if (plan.critic is None) != (critic is None):
         missing = "the plan has a critic, but none is given" if critic is None else "a critic is given, but the plan has none"
-        raise ConfigError(f"{missing}; give both or neither", key="enable_critic", nearest=(critic is not None,))
+        refuse("enable_critic", f"{missing}; give both or neither", critic is not None)
     for stage in stages:
         if critic is None:
             group_advantages(np.zeros(stage.samples_per_prompt), stage.samples_per_prompt)
         if (sampling.temperature == 0 or sampling.top_k == 1) and stage.samples_per_prompt > 1:
-            name, value, fix = (
-                ("top_k", sampling.top_k, 0) if sampling.temperature else ("temperature", sampling.temperature, 1.0)
-            )
-            raise ConfigError(
-                f"decode_sampling_{name}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would "
-                "be equal, and their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
-                key=f"decode_sampling_{name}",
-                nearest=(fix,),
+            key, fix = ("decode_sampling_top_k", 0) if sampling.temperature else ("decode_sampling_temperature", 1.0)
+            refuse(
+                key,
+                f"{key}={1 if sampling.temperature else sampling.temperature} samples greedily: the {stage.samples_per_prompt} "
+                "responses to a prompt would be equal, and their advantages 0; set decode_sampling_temperature=1.0 and "
+                "decode_sampling_top_k=0",
+                fix,
             )
     for name, choices in (("zero_spread_groups", ("keep", "drop", "refill")), ("partial_step", ("train", "drop", "carry"))):
         if (chosen := getattr(options, name)) not in choices:
             raise choice_error(name, chosen, choices)
     raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
     if options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages):
-        raise ConfigError(
-            f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
-            "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep",
-            key="zero_spread_groups",
-            nearest=("keep",),
-        )
+        text = f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
+        text += "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep"
+        refuse("zero_spread_groups", text, "keep")
     longest = options.max_prompt_length + options.max_response_length
     if options.token_batch_size is not None and options.token_batch_size < largest * longest:
-        raise ConfigError(
-            f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
-            f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens",
-            key="token_batch_size",
-            nearest=(largest * longest,),
-        )
+        text = f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
+        text += f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
+        refuse("token_batch_size", text, largest * longest)
     if options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages):
         text = f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1"
-        raise ConfigError(text, key="mini_batch_size", nearest=(-1,))
+        refuse("mini_batch_size", text, -1)
     if options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1:
         text = "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
-        raise ConfigError(f"{text}responses; set partial_step=train or drop", key="partial_step", nearest=("train", "drop"))
+        refuse("partial_step", f"{text}responses; set partial_step=train or drop", "train", "drop")
     whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
     if options.partial_step != "train" and not whole:
         text = f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts"
-        raise ConfigError(text, key="partial_step", nearest=("train",))
+        refuse("partial_step", text, "train")
     separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
     if options.loss_agg_mode == "group-mean-token-mean" and separates:
         text = "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
-        fix = "keep_prompts_together=true and count mini_batch_size in prompts"
-        raise ConfigError(text + fix, key="rl.loss_agg_mode", nearest=AGGREGATIONS[:3])
+        text += "keep_prompts_together=true and count mini_batch_size in prompts"
+        refuse("rl.loss_agg_mode", text, *AGGREGATIONS[:3])
     policy = plan.policy_updates
     rows = schedule.pass_samples("policy") // policy.data_parallel_size
     if options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2):
-        raise ConfigError(
-            "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
-            f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), token_budget=-1, "
-            "keep_prompts_together=true and rl.num_generations=2 or more",
-            key="measure_gradient_noise",
-            nearest=(False,),
-        )
+        text = "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
+        text += f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), "
+        text += "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or more"
+        refuse("measure_gradient_noise", text, False)
     if policy.num_stages > 1:
         text = f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
-        raise ConfigError(f"{text}ici_pipeline_parallelism=1", key="ici_pipeline_parallelism", nearest=(1,))
+        refuse("ici_pipeline_parallelism", f"{text}ici_pipeline_parallelism=1", 1)
     planned = None if plan.experience is None else plan.experience.max_length
     if planned is not None and planned < longest:
         text = f"the plan's experience has max_prompt_length + max_response_length = {planned} tokens, fewer than the"
-        raise ConfigError(f"{text} {longest} of the options; give both the same lengths", key="experience", nearest=(longest,))
+        refuse("experience", f"{text} {longest} of the options; give both the same lengths", longest)
     if any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order):
         text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
-        raise ConfigError(text, key="token_budget", nearest=(longest,))
+        refuse("token_budget", text, longest)

@@ -25,7 +25,7 @@ class UpdatePosition(PlanPosition):
     """An optimizer step of an RL run, numbered over the run and over all models together.
 
     `consumed_samples` are generated in the rollouts before its own, and `phase` is the interval of rollouts of constant size.
-    `split` is that of its mini batch, with its padding; with a token budget, one pass of one row per replica.
+    `split` is that of its mini batch with its padding, or with a token budget one pass of one row per replica.
     """
 
     rollout: int  # counted from 0
@@ -62,14 +62,7 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSchedule:
-    """The rollouts of a run and their optimizer steps. Each rollout has the sizes of the newest stage.
-
-    It has the attributes that `rampup.loop.loop.Loop` reads of a plan.
-
-    Attributes:
-        stages: the first rollout of each stage, from 0 on, and its plan. Later plans have other sizes of the batch. Stages
-            from `num_rollouts` on are not reached: they reserve sizes to which `grown` may change.
-        num_rollouts: rollouts of the run.
+    """The rollouts of a run and their optimizer steps, as `rampup.loop.components.LoopPlan` and its ramp.
 
     Example:
         >>> from rampup.rl.sizes import Size, Training
@@ -81,6 +74,8 @@ class RolloutSchedule:
         (7, 28, 3, 1)
     """
 
+    # The first rollout of each stage, from 0 on, and its plan; later plans have other sizes of the batch. Stages from
+    # `num_rollouts` on are not reached: they reserve sizes to which `grown` may change.
     stages: tuple[tuple[int, RolloutPlan], ...]
     num_rollouts: int
     # Before each stage, and at the end of the run. A stage that the run does not reach starts there.
@@ -96,16 +91,7 @@ class RolloutSchedule:
         object.__setattr__(self, "_starts", tuple(starts))
 
     def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
-        """Return the schedule with rollouts of a reserved number of prompts from one on. Everything before it stays.
-
-        Example:
-            >>> from rampup.rl.config import RolloutConfig, build_rollout_schedule
-            >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 auto", num_batches=9, train_micro_batch_size=4,
-            ...     measure_gradient_noise=True)
-            >>> grown = build_rollout_schedule(config, 1).grown(5, 16)
-            >>> grown.at(4).plan.prompts_per_step, grown.at(5).plan.prompts_per_step
-            (8, 16)
-        """
+        """Return the schedule with rollouts of a reserved number of prompts from one on. Everything before it stays."""
         plan = next(plan for _, plan in self.stages if plan.prompts_per_step == prompts)
         before = (stage for stage in self.stages if stage[0] < rollout)
         reserved = (stage for stage in self.stages if stage[0] >= self.num_rollouts)
@@ -126,11 +112,7 @@ class RolloutSchedule:
         return getattr(self._starts[-1], model)  # type: ignore[no-any-return]
 
     def at(self, step: int) -> UpdatePosition:
-        """Return the position of an optimizer step.
-
-        Raises:
-            ResumeMismatchError: the run has no such step.
-        """
+        """Return the position of an optimizer step."""
         if not 0 <= step < self.total_steps:
             raise ResumeMismatchError(f"step={step} must be from 0 to {self.total_steps - 1}", key="step")
         index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
@@ -164,10 +146,7 @@ class RolloutSchedule:
         )
 
     def pass_samples(self, model: str) -> int:
-        """Samples of one pass over all replicas: the same in all stages, so that one program serves them.
-
-        With a token budget, the rows of a pass: one per replica.
-        """
+        """Samples of one pass over all replicas, the same in all stages; with a token budget its rows, one per replica."""
         found = [plan.updates(model) for _, plan in self.stages]
         if found[0].token_budget is not None:
             return found[0].data_parallel_size
@@ -199,9 +178,9 @@ class RolloutSchedule:
         )
 
     @property
-    def ramp(self) -> RolloutRamp:
+    def ramp(self) -> RolloutSchedule:
         """The samples of the optimizer steps."""
-        return RolloutRamp(self)
+        return self
 
     @property
     def splits(self) -> tuple[BatchSplit, ...]:
@@ -209,15 +188,7 @@ class RolloutSchedule:
         return tuple(self.at(min(start.steps, self.total_steps - 1)).split for start in self._starts[:-1])
 
     def stage_rows(self) -> list[dict[str, int]]:
-        """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them.
-
-        Example:
-            >>> from rampup.rl.config import RolloutConfig, build_rollout_schedule
-            >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 5:16", num_batches=9)
-            >>> [(row["start_step"], row["num_steps"], row["samples_per_step"])
-            ...     for row in build_rollout_schedule(config, 1).stage_rows()]
-            [(0, 5, 64), (5, 4, 128)]
-        """
+        """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them."""
         reached = [(first, plan) for first, plan in self.stages if first < self.num_rollouts]
         ends = [*(first for first, _ in reached[1:]), self.num_rollouts]
         return [
@@ -234,23 +205,16 @@ class RolloutSchedule:
             for index, ((first, plan), end) in enumerate(zip(reached, ends, strict=True))
         ]
 
-
-@dataclass(frozen=True, slots=True)
-class RolloutRamp:
-    """The samples of a schedule, as the training loop reads them of any ramp; see `rampup.loop.components.LoopRamp`."""
-
-    schedule: RolloutSchedule
-
     @property
     def ramp_steps(self) -> int:
         """Optimizer steps before the last stage."""
-        return self.schedule._starts[-2].steps
+        return self._starts[-2].steps
 
     def samples_before(self, step: int) -> int:
         """Return the samples of the rollouts that are generated before the end of step `step - 1`."""
         if step <= 0:
             return 0
-        position = self.schedule.at(min(step, self.schedule.total_steps) - 1)
+        position = self.at(min(step, self.total_steps) - 1)
         return position.consumed_samples + position.plan.samples_per_step
 
     @property
@@ -269,8 +233,8 @@ class RolloutRamp:
                 *(first, plan.samples_per_step, plan.samples_per_prompt),
                 *([updates.model, updates.mini_batch_samples, updates.num_epochs] for updates in plan.order),
             ]
-            for first, plan in self.schedule.stages
-            if first < self.schedule.num_rollouts
+            for first, plan in self.stages
+            if first < self.num_rollouts
         ]
 
 

@@ -14,9 +14,7 @@ from typing import Literal, get_args
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import divisors, nearest_in
 
-# How the losses of tokens add up. token-mean: every token counts the same. seq-mean-token-sum: the mean over sequences of the
-# sum over their tokens. seq-mean-token-mean: the mean over sequences of the mean over their tokens. group-mean-token-mean: the
-# mean over prompts of the mean over the tokens of their sequences. A sequence without a token counts in none of them.
+# How the losses of tokens add up; see `rl.loss_agg_mode` in configs/rl.yml. A sequence without a token counts in none of them.
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "group-mean-token-mean")
 
 Unit = Literal["prompts", "samples", "tokens"]
@@ -43,9 +41,6 @@ def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupEr
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
     """A size with its unit and its scope, which the configurations of RL systems leave implicit.
-
-    Raises:
-        ConfigError: If the count is below 1 or above 10**9, or the unit or scope is unknown.
 
     Example:
         >>> mini_batch = Size(count=256, unit="prompts")
@@ -77,13 +72,7 @@ class Size:
         return self.count * self.factor(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
 
     def arithmetic(self, role: str, *, samples_per_prompt: int, data_parallel_size: int) -> str:
-        """Return the conversion of the size into samples of the job as text.
-
-        Example:
-            >>> size = Size(count=4, unit="prompts", scope="replica", key="micro")
-            >>> size.arithmetic("microbatch", samples_per_prompt=5, data_parallel_size=8)
-            'micro=4 prompts per replica * samples_per_prompt=5 * data_parallel_size=8 = 160 samples'
-        """
+        """Return the conversion of the size into samples of the job as text: 'micro=4 prompts * samples_per_prompt=5 = ...'."""
         factors = [f"samples_per_prompt={samples_per_prompt}"] if self.unit == "prompts" else []
         factors += [f"data_parallel_size={data_parallel_size}"] if self.scope != "job" else []
         text = " * ".join([f"{self.key or role}={self}", *factors])
@@ -124,15 +113,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """One model's training on the samples of a step, as it follows from `Training`.
-
-    Example:
-        >>> training = Training(mini_batch=Size(count=64, unit="prompts"), data_parallel_size=8,
-        ...     microbatch=Size(count=4, unit="samples", scope="replica"), num_epochs=2)
-        >>> updates = split_updates("policy", training, samples_per_step=2048, samples_per_prompt=8)
-        >>> updates.num_mini_batches, updates.optimizer_steps, updates.accumulation_steps
-        (4, 8, 16)
-    """
+    """One model's training on the samples of a step, as it follows from `Training`."""
 
     model: str  # `policy` or `critic`
     samples_per_step: int  # samples of one rollout
@@ -201,18 +182,9 @@ def split_updates(
     pad: bool = False,
     max_length: int | None = None,
 ) -> Updates:
-    """Split the samples of a step into mini batches and microbatches of one model.
+    """Split the samples of a step into mini batches and microbatches of one model, or raise an error with the nearest sizes.
 
-    Args:
-        model: `policy` or `critic`.
-        training: the sizes.
-        samples_per_step: samples of one rollout.
-        samples_per_prompt: responses to one prompt.
-        pad: pad sizes that do not divide with rows of weight 0.
-        max_length: tokens of the longest sample, for a token budget.
-
-    Raises:
-        BatchDivisibilityError, ConfigError: If sizes do not divide. One error has all problems and the nearest legal sizes.
+    `pad` fills sizes that do not divide with rows of weight 0; `max_length` is in tokens, for a token budget.
     """
     replicas = training.data_parallel_size
     stages = training.num_stages
@@ -253,8 +225,10 @@ def split_updates(
     elif budget is not None:
         if max_length is not None and budget < max_length:
             key = training.microbatch.key or f"{model}.microbatch"
-            rule = f"the longest sample, max_prompt_length + max_response_length = {max_length} tokens; nearest: {max_length}"
-            text = f"{key}={training.microbatch} must be at least {rule}"
+            text = (
+                f"{key}={training.microbatch} must be at least the longest sample, max_prompt_length + max_response_length = "
+            )
+            text += f"{max_length} tokens; nearest: {max_length}"
             problems.append(ConfigError(text, key=key, nearest=(max_length,)))
         elif max_length is not None:
             per_replica = -(-mini_batch // replicas)
@@ -293,16 +267,7 @@ def counts_that_divide(samples: int, per_count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """The arrays stored for every sample between generation and training, padded to the maximum lengths.
-
-    Raises:
-        ConfigError: If a length is below 1 or a type is unknown.
-
-    Example:
-        >>> experience = Experience(max_prompt_length=512, max_response_length=1024)
-        >>> experience.bytes_per_sample(critic=False), experience.bytes_per_sample(critic=True)
-        (25088, 33280)
-    """
+    """The arrays stored for every sample between generation and training, padded to the maximum lengths."""
 
     max_prompt_length: int  # tokens of the longest prompt
     max_response_length: int  # tokens of the longest response

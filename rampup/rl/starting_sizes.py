@@ -72,20 +72,9 @@ class Suggestion:
 
 
 def suggest(params: str | int, *, system: str, memory_gib: str | float | None = None) -> Suggestion:
-    """Return starting sizes for a model.
+    """Return starting sizes for a model: between two published rows, that of the larger models, which needs less memory.
 
-    Args:
-        params: parameters, such as `"6B"`.
-        system: one of `SYSTEMS`.
-        memory_gib: memory of one device in GiB, for the rule of thumb. Required for systems without a published table.
-
-    Returns:
-        The published row for this model size. Between two rows, the row of the larger models, which needs less memory.
-
-    Raises:
-        RampDefinitionError: If `params` is not a whole number, or `memory_gib` is not a number.
-        ConfigError: If `params` or `memory_gib` is out of range, the system is unknown, or it has no table and no memory is
-            given.
+    The memory of one device, for the rule of thumb, is required for systems without a published table.
 
     Example:
         >>> suggest("6B", system="trlx").published
@@ -93,15 +82,12 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         >>> suggest("7B", system="verl", memory_gib=80).memory["least_devices"]
         2
     """
-    problems: list[RampupError] = []
-    if system not in SYSTEMS:
-        problems.append(choice_error("system", system, SYSTEMS))
+    problems: list[RampupError] = [] if system in SYSTEMS else [choice_error("system", system, SYSTEMS)]
     number = 0
     device_bytes = None
     try:
-        number = parse_count(params, what="params", key="params")
-        if number < 1:
-            problems.append(ConfigError(f"params={params} must be at least 1", key="params", nearest=(1,)))
+        if (number := parse_count(params, what="params", key="params")) < 1:
+            raise ConfigError(f"params={params} must be at least 1", key="params", nearest=(1,))
     except RampupError as error:
         problems.append(error)
     try:
@@ -110,11 +96,10 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         problems.append(error)
     raise_together(problems)
     if system not in TABLES and device_bytes is None:
-        raise ConfigError(
+        text = (
             f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; set memory-gib, the memory "
-            "of a device, for a rule of thumb",
-            key="memory-gib",
         )
+        raise ConfigError(f"{text}of a device, for a rule of thumb", key="memory-gib")
     notes = ["a starting point only: `rampup tune` finds the largest microbatch that fits"]
     row = None
     sizes = None

@@ -30,25 +30,16 @@ class Arithmetic:
 
     Every pair of numbers is one prompt. The first `num_held_out` of them in a fixed random order are for evaluation only.
 
-    Attributes:
-        max_operand: the largest number in a prompt.
-        num_held_out: prompts for evaluation.
-        num_prompts: prompts for training; None = all others.
-        seed: of the order of the training prompts, which is another one in every epoch.
-
-    Raises:
-        DataError: there are fewer prompts than that.
-
     Example:
         >>> task = Arithmetic(max_operand=9, num_held_out=20)
         >>> len(task.prompts(0, 100)), task.answer("7+8="), task.reward(["7+8=", "7+8="], ["15", "16"])
         (100, '15', [1.0, 0.0])
     """
 
-    max_operand: int
+    max_operand: int  # the largest number in a prompt
     num_held_out: int = 0
-    num_prompts: int | None = None
-    seed: int = 0
+    num_prompts: int | None = None  # prompts for training; None = all others
+    seed: int = 0  # of the order of the training prompts, which is another one in every epoch
 
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
@@ -56,8 +47,8 @@ class Arithmetic:
             text = f"an evaluation of {self.num_held_out:,} prompts needs at least twice as many pairs of numbers, but "
             text += f"max_operand={self.max_operand} gives {total:,}; set fewer num_test_batches or a larger max_operand"
             raise DataError(text, key="num_test_batches")
-        if self.num_prompts is not None and self.num_prompts > total - self.num_held_out:
-            most = total - self.num_held_out
+        most = total - self.num_held_out
+        if self.num_prompts is not None and self.num_prompts > most:
             text = f"num_prompts={self.num_prompts:,} must be at most {most:,}: max_operand={self.max_operand} gives {total:,} "
             text += f"pairs of numbers, of which {self.num_held_out:,} are held out"
             raise DataError(text, key="num_prompts", nearest=(most,))
@@ -74,14 +65,13 @@ class Arithmetic:
 
     def prompts(self, start: int, stop: int) -> list[str]:
         """Return training prompts by their numbers, counted over all epochs."""
-        held_out = self.num_held_out
-        number = (self.max_operand + 1) ** 2 - held_out if self.num_prompts is None else self.num_prompts
+        number = (self.max_operand + 1) ** 2 - self.num_held_out if self.num_prompts is None else self.num_prompts
         found: list[str] = []
         while start < stop:
             epoch, place = divmod(start, number)
             order = stable_permutation((self.seed, epoch), number)
             end = min(place + stop - start, number)
-            found += self._prompts(held_out + order[place:end])
+            found += self._prompts(self.num_held_out + order[place:end])
             start += end - place
         return found
 
@@ -94,12 +84,7 @@ class Arithmetic:
         return str(sum(int(number) for number in prompt.rstrip("=").split("+")))
 
     def demonstrations(self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]) -> list[str]:
-        """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers.
-
-        Example:
-            >>> Arithmetic(max_operand=9).demonstrations(["7+8="], accuracy=1.0, seed=(0,))
-            ['15']
-        """
+        """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers."""
         bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2))
         draws = bits[:, 0] / 2.0**64
         sums = 2 * self.max_operand + 1

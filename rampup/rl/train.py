@@ -1,6 +1,7 @@
 """`rampup train` of a rollout's configuration: a small language model learns arithmetic from a verifiable reward.
 
 Data flow: `load_rollout_config` -> `build_rollout_schedule` -> warm start on right answers -> `RolloutStep` in a `Loop`.
+`load` returns the trained model of any run, also on text.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from rampup.engine.processes import is_primary, wait_for_all
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
+from rampup.lm.load import LoadedRun, check_identity, load_run, named_checkpoint
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel, matrices
-from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
+from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint, read_record, restore_tree
 from rampup.loop.components import Component, LoopStep
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.loop import EvalOptions, Loop
 from rampup.loop.metrics import MetricOptions
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, first_and_last_line
+from rampup.loop.run_folder import CONFIG_FILE, EVAL_FILE, METRICS_FILE, first_and_last_line
 from rampup.loop.start import keep_config, run_in_folder
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.rl.config import RolloutConfig, build_rollout_schedule
+from rampup.rl.config import RolloutConfig, build_rollout_schedule, load_rollout_config
 from rampup.rl.experience import Tally, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
-from rampup.rl.losses import supervised_loss
 from rampup.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
-from rampup.rl.policy import critic_of, critic_params, in_replica
+from rampup.rl.policy import critic_of, critic_params, in_replica, supervised_loss
 from rampup.rl.rollout import HEARTBEAT_SECONDS, RolloutOptions, RolloutState, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
@@ -52,6 +53,8 @@ from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 # Options of a rollout that are keys as well.
 _SAME_NAMES = ("zero_spread_groups", "max_num_gen_batches", "partial_step", "measure_gradient_noise", "loss_agg_mode", "gamma")
 _SAME_NAMES += ("value_epsilon", "keep_prompts_together")
+# Values that only a checkpoint of reinforcement learning records.
+_RECORDED = {"max_prompt_length", "max_response_length", "warm_start_steps"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +91,6 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     """Train as configured, in the run's folder, from its newest checkpoint if there is one.
 
     Several processes that are started alike train together, as the environment says; see `rampup.loop.distributed.join`.
-
-    Args:
-        config: the configuration.
-        on_event: called with every event of the run; see `rampup.loop.events`.
-
-    Raises:
-        RampupError: before any work, if the configuration cannot be run here.
     """
     join(distributed=config.distributed)
 
@@ -111,11 +107,7 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
 
 
 class RolloutRun:
-    """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains.
-
-    Raises:
-        RampupError: the configuration cannot be run here.
-    """
+    """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains."""
 
     def __init__(self, config: RolloutConfig, saved: SavedCheckpoint | None = None) -> None:
         self.config = config
@@ -182,11 +174,7 @@ class RolloutRun:
         return state_of(self._warm_start(params)) if warm and self.config.warm_start_steps else state
 
     def train_in(self, folder: Path, on_event: OnEvent) -> RolloutSummary:
-        """Train in a folder that this process owns, to the end or to SIGTERM.
-
-        Raises:
-            RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
-        """
+        """Train in a folder that this process owns, to the end, to SIGTERM or to an invalid reward."""
         began = time.perf_counter()
         saved = self.saved
         on_event(RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters))
@@ -369,3 +357,33 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
         text = f"rl.grpo_epsilon={epsilon} must be below 1, so that a clipped ratio is positive"
         problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
     raise_together(problems)
+
+
+def load(path: str | Path) -> LoadedRun:
+    """Return the model, the parameters and the training state of a run, on the first device.
+
+    Args:
+        path: the folder of a run, for its newest intact checkpoint; or a checkpoint, such as `runs/demo/checkpoints/100`.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+        ResumeMismatchError: the checkpoint is damaged, or the configuration in the folder is of another model.
+    """
+    run, folder = named_checkpoint(path)
+    record = read_record(folder)
+    # The file alone does not tell: a loop of one's own may have a config.yml of any kind.
+    if not record.keys() >= _RECORDED or not (run / CONFIG_FILE).is_file():
+        return load_run(run, folder)
+    config = load_rollout_config(run / CONFIG_FILE)
+    check_identity(config, record, run, folder)
+    state = restore_tree(folder)
+    return LoadedRun(
+        folder=folder,
+        step=int(folder.name),
+        params=state["params"],
+        state=state,
+        config=config,
+        model=LanguageModel.from_config(config, vocab_size=VOCAB_SIZE),
+        context=config.max_prompt_length + config.max_response_length,
+        end_token=END_TOKEN,
+    )

@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.load: the policy of a run comes out, and answers."""
+"""Tests of rampup.rl.train: the policy of a run comes out, and answers."""
 
 import dataclasses
 import json

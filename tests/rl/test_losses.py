@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.losses in several processes: the rows of a step of any number of prompts."""
+"""Tests of rampup.rl.policy in several processes: the rows of a step of any number of prompts."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def train_rows(process, number, port, path):
     from rampup.loop.distributed import join
     from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
     from rampup.rl.experience import loss_rows, padded_rows
-    from rampup.rl.losses import grpo_loss
+    from rampup.rl.policy import grpo_loss
     from rampup.rl.schedule import split_of
     from rampup.rl.sizes import AGGREGATIONS
 

@@ -11,9 +11,9 @@ import pytest
 
 from rampup.engine.mesh import make_mesh
 from rampup.plan import MeshAxes
-from rampup.rl.losses import grpo_loss
 from rampup.rl.noise import PromptNoise, advice_from_line, block_facts
 from rampup.rl.plan import RolloutPlan
+from rampup.rl.policy import grpo_loss
 from rampup.rl.rollout import RolloutOptions, rollout_step
 from rampup.rl.sizes import Size, Training
 

@@ -7,8 +7,7 @@ import pytest
 from flax import nnx
 
 from rampup.rl.experience import group_advantages, loss_rows
-from rampup.rl.losses import grpo_loss
-from rampup.rl.policy import split_policy
+from rampup.rl.policy import grpo_loss, split_policy
 from rampup.rl.sizes import AGGREGATIONS
 
 algo = pytest.importorskip("tunix.rl.algo_core")
