@@ -5,6 +5,7 @@ Shape suffixes: S samples, G samples of a prompt, R tokens of the longest respon
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,13 +39,10 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
     if len(values) != len(prompts):
         text = f"{where} returned {len(values)} rewards for {len(prompts)} samples; it must return one number per sample"
         raise DataError(text, key="reward", nearest=(len(prompts),))
-    rewards = np.zeros(len(values), np.float32)
+    rewards = np.full(len(values), np.nan, np.float32)
     for number, value in enumerate(values):
-        try:
-            with np.errstate(over="ignore"):
-                rewards[number] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            rewards[number] = np.nan
+        with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
+            rewards[number] = float(value)
         if not np.isfinite(rewards[number]):
             text = f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
             raise DataError(f"{text}{responses[number]!r:.80}); a reward is a finite number", key="reward")
@@ -321,20 +319,18 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
     """
     n = packed.num_microbatches
     replicas = len(packed.replicas)
-    budget = packed.token_budget
-    found = {name: np.zeros((n, replicas, budget), x.dtype) for name, x in rows.items()}
-    found |= {name: np.zeros((n, replicas, budget), np.int32) for name in ("positions", "segments")}
-    for replica, microbatches in enumerate(packed.replicas):
-        for number, members in enumerate(microbatches):
-            place = 0
-            for segment, member in enumerate(members, 1):
-                length = lengths[member]
-                here = number, replica, slice(place, place + length)
-                for name, x in rows.items():
-                    found[name][here] = x[member, :length]
-                found["positions"][here] = np.arange(length)
-                found["segments"][here] = segment
-                place += length
+    types = {name: x.dtype for name, x in rows.items()} | {"positions": np.int32, "segments": np.int32}
+    found = {name: np.zeros((n, replicas, packed.token_budget), dtype) for name, dtype in types.items()}
+    for number, replica in np.ndindex(n, replicas):
+        place = 0
+        for segment, member in enumerate(packed.replicas[replica][number], 1):
+            length = lengths[member]
+            here = number, replica, slice(place, place + length)
+            for name, x in rows.items():
+                found[name][here] = x[member, :length]
+            found["positions"][here] = np.arange(length)
+            found["segments"][here] = segment
+            place += length
     shapes = np.array([packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32)
     found["shape"] = np.repeat(shapes[:, None], replicas, axis=1)
     return found

@@ -70,23 +70,13 @@ class Sampling:
 
 
 def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompts as an array (B, P), padded after their ends, and their lengths (B,).
-
-    Raises:
-        DataError: a prompt is empty or longer than P.
-
-    Example:
-        >>> pad_prompts([[5, 6], [7]], 3)[0].tolist()
-        [[5, 6, 0], [7, 0, 0]]
-    """
+    """Return prompts as an array (B, P), padded after their ends, and their lengths (B,)."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
             nearest = (int(lengths.max()),) if length else ()
-            text = (
-                f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; leave "
-            )
-            text += f"it out or set max_prompt_length={nearest[0]}" if nearest else "it out"
+            text = f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; "
+            text += f"leave it out or set max_prompt_length={nearest[0]}" if nearest else "leave it out"
             raise DataError(text, key="max_prompt_length", nearest=nearest)
     tokens = np.full((len(prompts), max_prompt_length), PAD, np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -115,12 +105,9 @@ def generate(
         max_response_length: R, the length at which a response is cut off.
         end_token: ends a response and is its last token; None = every response has R tokens.
         sampling: temperature and the like; None = the policy's own probabilities.
-        seed: of the random numbers. A row's numbers depend on the seed and the row alone.
+        seed: of the random numbers, which depend on it and on the row alone.
         mesh: the devices of `params`; None = one device.
         log_probabilities: also return those of the sampled tokens.
-
-    Raises:
-        ConfigError, DataError: a size or a prompt is out of range.
 
     Example:
         >>> def logits(params, tokens):
@@ -146,9 +133,7 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
     """
     R = max_response_length
 
-    def run(
-        params: Any, tokens_BP: jax.Array, length_B: jax.Array, rows_B: jax.Array, key: jax.Array, *sampling: jax.Array
-    ) -> Samples:
+    def run(params: Any, tokens_BP: Any, length_B: Any, rows_B: Any, key: Any, *sampling: Any) -> Samples:
         temperature, top_k, top_p = sampling
         B, P = tokens_BP.shape
         tokens_BT = jnp.concatenate([tokens_BP, jnp.full((B, R), PAD, tokens_BP.dtype)], axis=1)
@@ -198,9 +183,8 @@ def _sample(logits_BV: jax.Array, keys_B: jax.Array, number: Any, temperature: A
     scaled_BV = logits_BV / jnp.where(temperature > 0, temperature, 1)
     is_cut = (top_k > 0) | (top_p < 1)
     kept_BV = jax.lax.cond(is_cut, lambda x_BV: _most_probable(x_BV, top_k, top_p), lambda x_BV: x_BV, scaled_BV)
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, number), logits_BV.shape[1:], logits_BV.dtype))(
-        keys_B
-    )
+    keys_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
+    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:], logits_BV.dtype))(keys_B)
     return jnp.argmax(jnp.where(temperature > 0, kept_BV + noise_BV, logits_BV), axis=-1)
 
 

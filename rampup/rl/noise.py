@@ -238,6 +238,7 @@ def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
     return NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
 
 
+@dataclass(frozen=True, slots=True)
 class AutoPrompts(Component):
     """The decisions of `rl.batch_size_schedule="0:N auto"`; see `rampup.batch_size.auto`, with rollouts as steps.
 
@@ -245,14 +246,11 @@ class AutoPrompts(Component):
     generated: if groups are dropped, it grows later.
     """
 
-    def __init__(
-        self, auto: AutoSchedule, schedule: RolloutSchedule, noise: PromptNoiseAverages, reuse: int, on_event: OnEvent
-    ) -> None:
-        self.auto = auto
-        self.schedule = schedule
-        self.noise = noise
-        self.reuse = reuse
-        self.on_event = on_event
+    auto: AutoSchedule
+    schedule: RolloutSchedule
+    noise: PromptNoiseAverages
+    reuse: int  # updates on the same samples
+    on_event: OnEvent
 
     def state(self) -> dict[str, Any]:
         """Return the decisions, from which `rampup.rl.train` makes the schedule of a resumed run."""
@@ -285,13 +283,13 @@ class AutoPrompts(Component):
         return plan if self.auto.rows[-1][0] in dict(plan.stages) else plan.grown(self.auto.rows[-1][0], self.auto.size)
 
 
+@dataclass(slots=True)
 class PromptNoiseAverages(Component):
     """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in that of Adam; see `PromptNoise`."""
 
-    def __init__(self, half_life_samples: float, responses: int) -> None:
-        self.half_life_samples = half_life_samples
-        self.responses = responses
-        self.noises: dict[str, PromptNoise] = {}
+    half_life_samples: float
+    responses: int
+    noises: dict[str, PromptNoise] = field(default_factory=dict)
 
     @property
     def scale(self) -> NoiseEstimate:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import nearest_multiples
-from rampup.rl.sizes import MAX_SAMPLES, Experience, Size, Training, Updates, count_problems, counts_that_divide, split_updates
+from rampup.rl.sizes import MAX_SAMPLES, Experience, Size, Training, Updates, count_problems, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,32 +105,21 @@ class RolloutPlan:
         if samples % divisor:
             rule = f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly "
             rule += f"over {' and '.join(replicas)}"
-            step = divisor // math.gcd(divisor, size.factor(**factors))
-            raise size.refused("rollout_batch", rule, nearest_multiples(size.count, step), "", divisor=step, **factors)
+            legal = nearest_multiples(size.count, divisor // math.gcd(divisor, size.factor(**factors)))
+            raise size.refused("rollout_batch", rule, legal, "", multiple=divisor, **factors)
 
         updates: dict[str, Updates] = {}
+        longest = None if self.experience is None else self.experience.max_length
+        shared = {"samples_per_step": samples, "samples_per_prompt": self.samples_per_prompt, "max_length": longest}
         for model, training in models.items():
             try:
-                updates[model] = split_updates(
-                    model,
-                    training,
-                    samples_per_step=samples,
-                    samples_per_prompt=self.samples_per_prompt,
-                    pad=self.pad,
-                    max_length=None if self.experience is None else self.experience.max_length,
-                )
+                updates[model] = split_updates(model, training, pad=self.pad, **shared)  # type: ignore[arg-type]
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
         call = self.generation
-        blamed = {problem.key for problem in problems}
-        if call is not None and (call.key or "generation") not in blamed:
-            each = call.samples(**factors)
-            per_count = call.factor(**factors)
-            if each > samples if self.pad else samples % each:
-                rule = f"must {'not exceed' if self.pad else 'divide'} the {samples} samples of a step"
-                legal = [max(samples // per_count, 1)] if self.pad else counts_that_divide(samples, per_count)
-                problems.append(call.refused("generation", rule, legal, "count it in prompts of the job", **factors))
+        if call is not None and (call.key or "generation") not in {problem.key for problem in problems}:
+            problems += call.misfits("generation", f"the {samples} samples of a step", samples, pad=self.pad, **factors)
         raise_together(problems)
         object.__setattr__(self, "policy_updates", updates["policy"])
         object.__setattr__(self, "critic_updates", updates.get("critic"))

@@ -121,8 +121,8 @@ class RolloutSchedule:
         rollouts, update = divmod(step - start.steps, sum(updates.optimizer_steps for updates in plan.order))
         updates = plan.order[0]
         if update >= updates.optimizer_steps:  # the critic is done
-            update = update - updates.optimizer_steps
-            updates = plan.order[1]
+            update -= updates.optimizer_steps
+            updates = plan.policy_updates
         before = start.after(rollouts, plan)
         phase = Phase(
             index=index,
@@ -189,20 +189,17 @@ class RolloutSchedule:
 
     def stage_rows(self) -> list[dict[str, int]]:
         """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them."""
-        reached = [(first, plan) for first, plan in self.stages if first < self.num_rollouts]
-        ends = [*(first for first, _ in reached[1:]), self.num_rollouts]
+        ends = [*(first for first, _ in self.stages[1:]), self.num_rollouts]
         return [
             {
                 "start_step": first,
-                "num_steps": end - first,
-                "prompts_per_step": plan.prompts_per_step,
-                "samples_per_prompt": plan.samples_per_prompt,
-                "samples_per_step": plan.samples_per_step,
-                "mini_batch_samples": plan.policy_updates.mini_batch_samples,
-                "optimizer_steps": plan.policy_updates.optimizer_steps,
-                "start_optimizer_step": self._starts[index].policy,
+                "num_steps": min(end, self.num_rollouts) - first,
+                **{name: getattr(plan, name) for name in ("prompts_per_step", "samples_per_prompt", "samples_per_step")},
+                **{name: getattr(plan.policy_updates, name) for name in ("mini_batch_samples", "optimizer_steps")},
+                "start_optimizer_step": start.policy,
             }
-            for index, ((first, plan), end) in enumerate(zip(reached, ends, strict=True))
+            for (first, plan), end, start in zip(self.stages, ends, self._starts, strict=False)
+            if first < self.num_rollouts
         ]
 
     @property

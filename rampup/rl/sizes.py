@@ -67,9 +67,9 @@ class Size:
         per_count = samples_per_prompt if self.unit == "prompts" else 1
         return per_count * (1 if self.scope == "job" else data_parallel_size)
 
-    def samples(self, *, samples_per_prompt: int, data_parallel_size: int) -> int:
+    def samples(self, **factors: int) -> int:
         """Return this size in samples of the whole job."""
-        return self.count * self.factor(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
+        return self.count * self.factor(**factors)
 
     def arithmetic(self, role: str, *, samples_per_prompt: int, data_parallel_size: int) -> str:
         """Return the conversion of the size into samples of the job as text: 'micro=4 prompts * samples_per_prompt=5 = ...'."""
@@ -80,14 +80,31 @@ class Size:
         return f"{text} = {total} samples" if factors else text
 
     def refused(
-        self, role: str, rule: str, legal: Iterable[int], otherwise: str, *, divisor: int = 1, **factors: int
+        self, role: str, rule: str, legal: Iterable[int], otherwise: str, *, multiple: int = 1, **factors: int
     ) -> BatchDivisibilityError:
-        """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix."""
+        """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix.
+
+        By the rule, the size in samples of the job is a multiple of `multiple`.
+        """
         nearest = nearest_in(self.count, list(legal))
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
+        divisor = multiple // math.gcd(multiple, self.factor(**factors))
         text = f"{self.arithmetic(role, **factors)} {rule}; {fix}"
-        key = self.key or role
-        return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=key, nearest=nearest)
+        return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=self.key or role, nearest=nearest)
+
+    def misfits(
+        self, role: str, of: str, samples: int, *, pad: bool, rule: str = "", multiple: int = 1, least: int = 1, **factors: int
+    ) -> list[RampupError]:
+        """Return an error unless the size divides a number of samples and keeps the rule, or with padding is no larger."""
+        per_count = self.factor(**factors)
+        counts = divisors(samples // per_count) if samples % per_count == 0 else []
+        legal = [count for count in counts if count * per_count % multiple == 0 and count * per_count >= least]
+        if self.count * per_count <= samples if pad else self.count in legal:
+            return []
+        legal = [max(samples // per_count, 1)] if pad else legal
+        text = f"must not exceed {of}" if pad else f"must divide {of}{rule}"
+        fix = "count it in prompts of the job" if role == "generation" else f"no count of {self.unit} fits; change another size"
+        return [self.refused(role, text, legal, fix, multiple=multiple, **factors)]
 
     def __str__(self) -> str:
         unit = self.unit.removesuffix("s") if self.count == 1 else self.unit
@@ -194,58 +211,40 @@ def split_updates(
     # Every stage of every replica has as many samples as the others, so a mini batch is a multiple of this. With a token budget
     # the lengths decide which replica has how many, but each of them needs a sample.
     unit = 1 if pad or budget is not None else replicas * stages
-    minimum = 1 if pad or budget is None else replicas
+    least = 1 if pad or budget is None else replicas
+    rule = ""
+    if unit > 1:
+        rule = f" and be a multiple of data_parallel_size={replicas}"
+        rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
+    rule += f" and give each of data_parallel_size={least} replicas a sample" if least > 1 else ""
+    key = f"{model}.mini_batch"
+    whole = f"the {samples_per_step} samples of a step"
+    problems = training.mini_batch.misfits(
+        key, whole, samples_per_step, pad=pad, rule=rule, multiple=unit, least=least, **factors
+    )
 
-    def refused(size: Size, name: str, rule: str, legal: Iterable[int]) -> RampupError:
-        fix = f"no count of {size.unit} fits; change another size"
-        divisor = unit // math.gcd(unit, size.factor(**factors))
-        return size.refused(f"{model}.{name}", rule, legal, fix, divisor=divisor, **factors)
-
-    def is_legal(samples: int) -> bool:
-        return samples_per_step % samples == 0 and samples % unit == 0 and samples >= minimum
-
-    problems: list[RampupError] = []
-    size = training.mini_batch
-    per_count = training.mini_batch.factor(**factors)
-    if pad and mini_batch > samples_per_step:
-        rule = f"must not exceed the {samples_per_step} samples of a step"
-        problems.append(refused(size, "mini_batch", rule, [max(samples_per_step // per_count, 1)]))
-    elif not pad and not is_legal(mini_batch):
-        rule = f"must divide the {samples_per_step} samples of a step"
-        if unit > 1:
-            rule += f" and be a multiple of data_parallel_size={replicas}"
-            rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
-        rule += f" and give each of data_parallel_size={minimum} replicas a sample" if minimum > 1 else ""
-        counts = counts_that_divide(samples_per_step, per_count)
-        problems.append(refused(size, "mini_batch", rule, (count for count in counts if is_legal(count * per_count))))
-
-    microbatch_size, max_passes = None, None
+    microbatch_size = None
+    max_passes = None
     if training.microbatch is None:
         microbatch_size = -(-mini_batch // (replicas * stages))
     elif budget is not None:
         if max_length is not None and budget < max_length:
             key = training.microbatch.key or f"{model}.microbatch"
-            text = (
-                f"{key}={training.microbatch} must be at least the longest sample, max_prompt_length + max_response_length = "
-            )
-            text += f"{max_length} tokens; nearest: {max_length}"
+            text = f"{key}={training.microbatch} must be at least the longest sample, max_prompt_length + "
+            text += f"max_response_length = {max_length} tokens; nearest: {max_length}"
             problems.append(ConfigError(text, key=key, nearest=(max_length,)))
         elif max_length is not None:
             per_replica = -(-mini_batch // replicas)
             max_passes = -(-per_replica // (budget // max_length * stages)) * stages
     else:
-        size = training.microbatch
-        per_count = training.microbatch.factor(**factors)
-        per_stage = mini_batch // stages
-        samples = size.samples(**factors)
-        microbatch_size = -(-samples // replicas)
+        microbatch_size = -(-training.microbatch.samples(**factors) // replicas)
         # Not after an illegal mini batch: divisors of it would be no advice.
-        if not pad and not problems and (samples % replicas or per_stage % samples):
-            rule = f"must divide the mini batch of {mini_batch} samples"
-            rule += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
-            rule += f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
-            counts = counts_that_divide(per_stage, per_count)
-            problems.append(refused(size, "microbatch", rule, (c for c in counts if c * per_count % replicas == 0)))
+        if not pad and not problems:
+            per_stage = mini_batch // stages
+            whole = f"the mini batch of {mini_batch} samples" + (f" / num_stages={stages} = {per_stage}" if stages > 1 else "")
+            rule = f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
+            limits = {"multiple": replicas, **factors}
+            problems = training.microbatch.misfits(f"{model}.microbatch", whole, per_stage, pad=False, rule=rule, **limits)
     raise_together(problems)
     return Updates(
         model=model,
@@ -258,11 +257,6 @@ def split_updates(
         token_budget=budget,
         max_passes=max_passes,
     )
-
-
-def counts_that_divide(samples: int, per_count: int) -> list[int]:
-    """Return the counts, of `per_count` samples each, that divide a number of samples."""
-    return divisors(samples // per_count) if samples % per_count == 0 else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
