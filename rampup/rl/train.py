@@ -46,7 +46,7 @@ from rampup.rl.experience import Tally, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
 from rampup.rl.policy import critic_of, critic_params, in_replica, supervised_loss
-from rampup.rl.rollout import HEARTBEAT_SECONDS, RolloutOptions, RolloutState, rollout_step
+from rampup.rl.rollout import HEARTBEAT_SECONDS, RolloutOptions, RolloutState, RolloutStep
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 
@@ -59,7 +59,7 @@ _RECORDED = {"max_prompt_length", "max_response_length", "warm_start_steps"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """The result of a run; the first eight attributes are those of `rampup train --json`."""
+    """The result of a run."""
 
     steps: int  # rollouts that are trained on completely
     samples: int  # samples that they generated
@@ -148,16 +148,10 @@ class RolloutRun:
         peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
         self.rates = {n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak) for n, peak in peaks.items()}
         txs = {name: optimizer_from_config(config, rate, matrices=matrices) for name, rate in self.rates.items()}
-        self.step = rollout_step(
-            model,
-            txs["policy"],
-            schedule,
-            mesh,
-            reward=task.reward,
-            options=options,
-            critic=(critic_of(model, mesh), txs["critic"]) if "critic" in txs else None,
-            skip_nonfinite=config.skip_nonfinite > 0,
-        )
+        critic = (critic_of(model, mesh), txs["critic"]) if "critic" in txs else None
+        others = {"options": options, "critic": critic, "skip_nonfinite": config.skip_nonfinite > 0}
+        self.step = _Step(model, txs["policy"], schedule, mesh, reward=task.reward, **others)  # type: ignore[arg-type]
+        self.step.task = task
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
@@ -209,10 +203,9 @@ class RolloutRun:
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
         """Return the share of right answers to the held-out prompts, sampled as in training, and of the greedy answers."""
-        plan = self.schedule.stages[0][1]
         first = self.config.test_batch_start_index
         prompts = [encode(prompt) for prompt in self.task.held_out(first, first + self.config.eval_prompts)]
-        samples = plan.eval_samples_per_prompt
+        samples = self.config.eval_num_generations
         rewards = self.step.evaluate(state.params, prompts, samples_per_prompt=samples, seed=self.config.init_weights_seed)
         greedy = self.step.evaluate(state.params, prompts, sampling=Sampling(temperature=0.0))
         return {
@@ -226,23 +219,22 @@ class RolloutRun:
         """Return the training loop. `rows` are the decisions of an automatic schedule in the checkpoint."""
         config = self.config
         options = self.step.options
-        at = self.schedule.at
         schedule = self.schedule
+        at = schedule.at
         evaluation = EvalOptions(evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True)
         # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but this many of its largest steps.
         # With an automatic schedule, of its first steps: a run may have too few rollouts to wait for as many large ones.
         first = schedule.stages[0][1]
         batch = first.samples_per_step if config.is_auto else schedule.max_samples
-        noise = PromptNoiseAverages(
-            max(schedule.consumed_samples * HALF_LIFE_SHARE, batch * HALF_LIFE_BATCHES), config.num_generations
-        )
+        half_life = max(schedule.consumed_samples * HALF_LIFE_SHARE, batch * HALF_LIFE_BATCHES)
+        noise = PromptNoiseAverages(half_life, config.num_generations)
         components: tuple[Component, ...] = (noise,) if config.measure_gradient_noise else ()
         if config.is_auto:
             rows = rows or [[0, 0, first.prompts_per_step]]
             auto = AutoSchedule(
                 sizes=tuple(plan.prompts_per_step for _, plan in schedule.stages),
                 mode="follow",
-                half_life_samples=noise.half_life_samples / config.num_generations,
+                half_life_samples=half_life / config.num_generations,
                 rows=rows,
                 unit="prompts",
                 max_waste=config.auto_max_waste,
@@ -256,7 +248,7 @@ class RolloutRun:
 
         return Loop(
             plan=schedule,
-            step=_LoopStep(self),
+            step=self.step,
             batches=batches_of(schedule),
             batches_of=batches_of,
             folder=folder,
@@ -304,7 +296,7 @@ class RolloutRun:
             first = number * config.warm_start_batch_size
             prompts = task.prompts(first, first + config.warm_start_batch_size)
             given = task.demonstrations(prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number))
-            asked = [encode(prompt) for prompt in prompts]
+            asked = list(map(encode, prompts))
             answers = [[*encode(answer), END_TOKEN] for answer in given]
             tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)
             lengths = {"prompt_length": list(map(len, asked)), "response_length": list(map(len, answers))}
@@ -312,37 +304,21 @@ class RolloutRun:
         return state.params
 
 
-class _LoopStep(LoopStep):
-    """The rollout step as the training loop calls it. It has one shape."""
+class _Step(RolloutStep, LoopStep):
+    """The rollout step as the training loop calls it, on the prompts of a task. It has one shape."""
 
-    def __init__(self, run: RolloutRun) -> None:
-        self._run = run
+    task: Arithmetic
 
-    @property
-    def num_compilations(self) -> int:
-        return self._run.step.num_compilations
-
-    @property
-    def waited_seconds(self) -> float:
-        return self._run.step.waited_seconds
-
-    def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:
-        def prompts(start: int, stop: int) -> list[list[int]]:
-            return [encode(prompt) for prompt in self._run.task.prompts(start, stop)]
-
-        return self._run.step.update(state, batch.position, prompts)
-
-    def close(self) -> None:
-        self._run.step.close()
+    def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:  # type: ignore[override]
+        """Run the optimizer step of a position."""
+        return self.update(state, batch.position, lambda start, stop: list(map(encode, self.task.prompts(start, stop))))
 
 
 def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
     problems = []
-    beta = config.grpo_beta
-    epsilon = config.grpo_epsilon
-    if beta > 0 and not config.enable_reference_policy:
-        text = f"rl.grpo_beta={beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0"
+    if config.grpo_beta > 0 and not config.enable_reference_policy:
+        text = f"rl.grpo_beta={config.grpo_beta} needs a reference policy; set enable_reference_policy=true, or rl.grpo_beta=0"
         problems.append(ConfigError(text, key="rl.grpo_beta", nearest=(0,)))
     if config.max_prompt_length < (longest := task.max_prompt_length):
         text = f"max_prompt_length={config.max_prompt_length} must be at least {longest}, the length of a prompt with "
@@ -353,8 +329,8 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     if batch % replicas:
         text = f"warm_start_batch_size={batch} must be a multiple of the {replicas} devices that share a batch"
         problems.append(ConfigError(text, key="warm_start_batch_size", nearest=nearest_multiples(batch, replicas)))
-    if epsilon >= 1:
-        text = f"rl.grpo_epsilon={epsilon} must be below 1, so that a clipped ratio is positive"
+    if config.grpo_epsilon >= 1:
+        text = f"rl.grpo_epsilon={config.grpo_epsilon} must be below 1, so that a clipped ratio is positive"
         problems.append(ConfigError(text, key="rl.grpo_epsilon", nearest=(0.2,)))
     raise_together(problems)
 
@@ -377,13 +353,7 @@ def load(path: str | Path) -> LoadedRun:
     config = load_rollout_config(run / CONFIG_FILE)
     check_identity(config, record, run, folder)
     state = restore_tree(folder)
-    return LoadedRun(
-        folder=folder,
-        step=int(folder.name),
-        params=state["params"],
-        state=state,
-        config=config,
-        model=LanguageModel.from_config(config, vocab_size=VOCAB_SIZE),
-        context=config.max_prompt_length + config.max_response_length,
-        end_token=END_TOKEN,
-    )
+    model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
+    context = config.max_prompt_length + config.max_response_length
+    shared = {"folder": folder, "step": int(folder.name), "state": state, "params": state["params"]}
+    return LoadedRun(config=config, model=model, context=context, end_token=END_TOKEN, **shared)
