@@ -56,7 +56,7 @@ from IPython.display import HTML, display
 import rampup
 from rampup.cli import main
 from rampup.rl.packing import make_ladder, pack
-from rampup.rl.sizes import Size, Training
+from rampup.rl.plan import Size, Training
 from rampup.show.figures import draw_batch, draw_memory
 
 found = jax.devices()

@@ -17,8 +17,7 @@ from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO
 from rampup.rl.config import RolloutConfig
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Updates
+from rampup.rl.plan import RolloutPlan, Updates
 
 MAX_DEVICES_PER_NODE = 8
 _STEP = ("mini_batches", "mini_batch_samples", "optimizer_steps")

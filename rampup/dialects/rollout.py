@@ -9,8 +9,7 @@ from typing import Any
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Run, counted, times
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size, Training, Unit
+from rampup.rl.plan import RolloutPlan, Size, Training, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

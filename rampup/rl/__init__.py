@@ -13,13 +13,12 @@ _HOMES = {
     "rampup.rl.config": ("RolloutConfig", "build_rollout_plan", "build_rollout_schedule", "load_rollout_config"),
     "rampup.rl.experience": ("generalized_advantages", "group_advantages", "loss_rows", "mini_batches", "padded_rows"),
     "rampup.rl.generation": ("Samples", "Sampling", "generate"),
-    "rampup.rl.plan": ("RolloutPlan",),
     "rampup.rl.policy": (
         *("Critic", "Policy", "as_policy", "critic_of", "critic_params", "grpo_loss", "split_policy", "value_loss"),
     ),
     "rampup.rl.rollout": ("RolloutOptions", "RolloutState", "RolloutStep", "rollout_step"),
     "rampup.rl.schedule": ("RolloutSchedule",),
-    "rampup.rl.sizes": ("Experience", "Size", "Training", "Updates"),
+    "rampup.rl.plan": ("Experience", "RolloutPlan", "Size", "Training", "Updates"),
     "rampup.rl.starting_sizes": ("suggest",),
     "rampup.rl.tasks": ("Arithmetic",),
 }

@@ -24,9 +24,8 @@ from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.per_device import AUTO_SCHEDULE
 from rampup.plan.ramp import parse_schedule
-from rampup.rl.plan import RolloutPlan
+from rampup.rl.plan import AGGREGATIONS, MAX_SAMPLES, Experience, RolloutPlan, Size, Training
 from rampup.rl.schedule import RolloutSchedule
-from rampup.rl.sizes import AGGREGATIONS, MAX_SAMPLES, Experience, Size, Training
 
 # Above this share of padding, a note advises smaller passes.
 MUCH_PADDING = 0.03

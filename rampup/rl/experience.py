@@ -13,8 +13,7 @@ import numpy as np
 
 from rampup.errors import ConfigError, DataError, ResumeMismatchError, choice_error
 from rampup.rl.packing import PackedMicrobatches
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import AGGREGATIONS
+from rampup.rl.plan import AGGREGATIONS, RolloutPlan
 from rampup.rl.tasks import stable_permutation
 
 # Added to the standard deviation of a group, as in Tunix.
@@ -199,7 +198,7 @@ def mini_batches(
         ConfigError: the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
 
     Example:
-        >>> from rampup.rl.sizes import Size, Training
+        >>> from rampup.rl.plan import Size, Training
         >>> policy = Training(mini_batch=Size(count=2, unit="prompts"))
         >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=2, policy=policy)
         >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
@@ -256,7 +255,7 @@ def loss_rows(
             `reference_log_probabilities`, `values`, `returns`. The aggregation by groups needs the number of the prompt of each
             sample, `group` (S,), and all samples of each prompt.
         rows: the samples, all by default.
-        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.sizes.AGGREGATIONS`.
+        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.plan.AGGREGATIONS`.
 
     Raises:
         ConfigError: another `loss_agg_mode`.

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rampup.errors import ConfigError, DataError, raise_together
+from rampup.rl.plan import count_problems
 from rampup.rl.policy import Policy, as_policy, over_rows, token_log_probabilities
-from rampup.rl.sizes import count_problems
 
 PAD = 0
 

@@ -57,10 +57,9 @@ from rampup.rl.experience import (
 from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.noise import FACTS, LAYOUT, block_facts
 from rampup.rl.packing import make_ladder, pack
-from rampup.rl.plan import RolloutPlan
+from rampup.rl.plan import AGGREGATIONS, Experience, RolloutPlan, count_problems
 from rampup.rl.policy import Critic, grpo_loss, in_replica, over_rows, token_log_probabilities, value_loss
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
-from rampup.rl.sizes import AGGREGATIONS, Experience, count_problems
 
 # How long the other processes wait for the rewards of process 0. If it fails or is gone, the watchdog ends them, after as many
 # seconds without a heartbeat as in runs on text.
@@ -651,7 +650,7 @@ def rollout_step(
         ConfigError: plan and options contradict each other.
 
     Example:
-        >>> from rampup.rl.sizes import Size, Training
+        >>> from rampup.rl.plan import Size, Training
         >>> from rampup.engine.mesh import make_mesh
         >>> plan = RolloutPlan(rollout_batch=Size(count=8, unit="prompts"), samples_per_prompt=8, num_steps=20,
         ...     policy=Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=4, unit="prompts")))

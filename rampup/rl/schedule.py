@@ -65,7 +65,7 @@ class RolloutSchedule:
     """The rollouts of a run and their optimizer steps, as `rampup.loop.components.LoopPlan` and its ramp.
 
     Example:
-        >>> from rampup.rl.sizes import Size, Training
+        >>> from rampup.rl.plan import Size, Training
         >>> def plan(count):
         ...     policy = Training(mini_batch=Size(count=2, unit="prompts"))
         ...     return RolloutPlan(rollout_batch=Size(count=count, unit="prompts"), samples_per_prompt=2, policy=policy)

@@ -15,7 +15,7 @@ from rampup.dialects import check_command, check_file
 from rampup.dialects.export import EXPORTS, export_rollout
 from rampup.errors import ConfigError, RampupError
 from rampup.rl.config import RolloutConfig, build_rollout_plan
-from rampup.rl.sizes import AGGREGATIONS
+from rampup.rl.plan import AGGREGATIONS
 
 AXES = [(1, 1, 1)] * 4 + [(2, 1, 1), (4, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)]
 CHOICES = {"num_generations": [1, 1, 2, 4, 5, 8], "num_iterations": [1, 1, 2, 3], "num_batches": range(1, 10)}

@@ -16,8 +16,7 @@ from rampup.rl.experience import (
     loss_rows,
     mini_batches,
 )
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import AGGREGATIONS, Size, Training
+from rampup.rl.plan import AGGREGATIONS, RolloutPlan, Size, Training
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ def train_rows(process, number, port, path):
     from rampup.loop.distributed import join
     from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
     from rampup.rl.experience import loss_rows, padded_rows
+    from rampup.rl.plan import AGGREGATIONS
     from rampup.rl.policy import grpo_loss
     from rampup.rl.schedule import split_of
-    from rampup.rl.sizes import AGGREGATIONS
 
     if number > 1:
         join(coordinator_address=f"localhost:{port}", num_processes=number, process_id=process)

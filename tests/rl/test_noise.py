@@ -12,10 +12,9 @@ import pytest
 from rampup.engine.mesh import make_mesh
 from rampup.plan import MeshAxes
 from rampup.rl.noise import PromptNoise, advice_from_line, block_facts
-from rampup.rl.plan import RolloutPlan
+from rampup.rl.plan import RolloutPlan, Size, Training
 from rampup.rl.policy import grpo_loss
 from rampup.rl.rollout import RolloutOptions, rollout_step
-from rampup.rl.sizes import Size, Training
 
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 B, WITHIN, G2, D, P, N, PASS = 0.5, 6.0, 0.3, 20, 16, 4, 4

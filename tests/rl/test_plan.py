@@ -3,8 +3,7 @@
 import pytest
 
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size, Training
+from rampup.rl.plan import RolloutPlan, Size, Training
 
 
 def prompts(count):

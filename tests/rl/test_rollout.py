@@ -16,10 +16,9 @@ from rampup.errors import ConfigError, DataError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
 from rampup.rl.experience import Tally, generalized_advantages, mini_batches
-from rampup.rl.plan import RolloutPlan
+from rampup.rl.plan import AGGREGATIONS, Experience, RolloutPlan, Size, Training
 from rampup.rl.policy import Policy, critic_of, critic_params
 from rampup.rl.rollout import RolloutOptions, rollout_step
-from rampup.rl.sizes import AGGREGATIONS, Experience, Size, Training
 
 MESHES = {"one": MeshAxes(), "data": MeshAxes(data=2), "fsdp": MeshAxes(fsdp=2), "tensor": MeshAxes(tensor=2)}
 MESHES |= {"four": MeshAxes(data=2, fsdp=2), "three": MeshAxes(data=3)}

@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.sizes."""
+"""Tests of rampup.rl.plan."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.rl.sizes import BYTES, MAX_SAMPLES, Experience, Size, Training, split_updates
+from rampup.rl.plan import BYTES, MAX_SAMPLES, Experience, Size, Training, split_updates
 
 
 def test_samples_of_every_unit_and_scope():

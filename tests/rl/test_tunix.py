@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from rampup.rl.experience import group_advantages, loss_rows
+from rampup.rl.plan import AGGREGATIONS
 from rampup.rl.policy import grpo_loss, split_policy
-from rampup.rl.sizes import AGGREGATIONS
 
 algo = pytest.importorskip("tunix.rl.algo_core")
 common = pytest.importorskip("tunix.rl.common")
