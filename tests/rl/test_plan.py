@@ -1,9 +1,150 @@
 """Tests of rampup.rl.plan."""
 
+import itertools
+
+import numpy as np
 import pytest
 
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.rl.plan import RolloutPlan, Size, Training
+from rampup.rl.plan import BYTES, MAX_SAMPLES, Experience, RolloutPlan, Size, Training, split_updates
+
+
+def test_samples_of_every_unit_and_scope():
+    """Prompts count their responses, and sizes per replica or process count all replicas."""
+    factors = {"samples_per_prompt": 5, "data_parallel_size": 4}
+    for scope, prompts, samples in (("job", 15, 3), ("replica", 60, 12), ("process", 60, 12)):
+        assert Size(count=3, unit="prompts", scope=scope).samples(**factors) == prompts
+        assert Size(count=3, unit="samples", scope=scope).samples(**factors) == samples
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, True, 1.5, "3", None])
+def test_size_rejects_bad_counts(count):
+    """A count is a whole number from 1 to 10**9, and the error has the configuration key."""
+    with pytest.raises(ConfigError) as caught:
+        Size(count=count, unit="prompts", key="batch_size")
+    assert caught.value.key == "batch_size"
+    assert "batch_size=" in str(caught.value)
+
+
+def test_bytes_agree_with_numpy():
+    """Every type has NumPy's size. bfloat16, which NumPy lacks, has two bytes."""
+    for name, size in BYTES.items():
+        assert size == (2 if name == "bfloat16" else np.dtype(name).itemsize)
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("reference", [False, True])
+def test_experience_bytes_agree_with_arrays(critic, reference):
+    """The bytes are the sum of those of arrays of these shapes and types."""
+    experience = Experience(max_prompt_length=7, max_response_length=5, reference=reference, value_dtype="float16")
+    arrays = {"tokens": np.zeros(12, np.int32), "attention_mask": np.zeros(12, bool), "response_mask": np.zeros(5, bool)}
+    names = ["log_probabilities", "rewards", "advantages"]
+    names += ["reference_log_probabilities"] if reference else []
+    names += ["values", "returns"] if critic else []
+    arrays |= {name: np.zeros(5, np.float16) for name in names}
+    assert experience.field_bytes(critic=critic) == {name: array.nbytes for name, array in arrays.items()}
+    assert experience.bytes_per_sample(critic=critic) == sum(array.nbytes for array in arrays.values())
+
+
+def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit="samples", scope="replica"):
+    """Split a rollout. The mini batch counts prompts of the job, the microbatch `unit` per `scope`."""
+    training = Training(
+        mini_batch=Size(count=mini, unit="prompts"),
+        microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
+        data_parallel_size=replicas,
+        num_stages=stages,
+    )
+    return split_updates("policy", training, samples_per_step=prompts * per_prompt, samples_per_prompt=per_prompt, pad=pad)
+
+
+GRID = list(itertools.product((1, 4, 6, 8, 12), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (None, 1, 2, 3, 4), (1, 2)))
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_split_updates_on_a_grid(pad):
+    """A split exists exactly if everything divides, or fits with padding. It multiplies out and counts the padding."""
+    cuts = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        per_stage, rest = divmod(mini * per_prompt, replicas * stages)
+        legal = mini <= prompts if pad else prompts % mini == 0 and not rest and (micro is None or per_stage % micro == 0)
+        try:
+            updates = cut(prompts, per_prompt, replicas, mini, micro, stages=stages, pad=pad)
+        except BatchDivisibilityError as error:
+            assert not legal
+            assert error.value in (mini, micro)
+            continue
+        assert legal
+        cuts += 1
+        assert updates.accumulation_steps * updates.microbatch_samples >= mini * per_prompt
+        assert updates.accumulation_steps % stages == 0
+        assert micro in (None, updates.microbatch_size)
+        ranges = [updates.mini_batch_range(i) for i in range(updates.num_mini_batches)]
+        rows = sum(updates.num_passes(len(r)) for r in ranges) * updates.microbatch_samples
+        assert rows - prompts * per_prompt == updates.padded_samples >= 0
+        assert pad or updates.padded_samples == 0
+        assert [i for r in ranges for i in r] == list(range(prompts * per_prompt))
+    assert cuts > 200
+
+
+def test_nearest_values_are_legal_and_nearest():
+    """An offered value is legal in place of the rejected one, and no legal value is nearer."""
+
+    def works(*sizes, stages):
+        try:
+            return cut(*sizes, stages=stages)
+        except BatchDivisibilityError:
+            return None
+
+    tried = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        try:
+            cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+        except BatchDivisibilityError as error:
+            is_mini = error.key == "policy.mini_batch"
+            refused = mini if is_mini else micro
+            sizes = [(value, None) if is_mini else (mini, value) for value in range(1, prompts * per_prompt + 1)]
+            legal = [a if is_mini else b for a, b in sizes if works(prompts, per_prompt, replicas, a, b, stages=stages)]
+            below, above = [v for v in legal if v < refused], [v for v in legal if v > refused]
+            assert list(error.nearest) == below[-1:] + above[:1]
+            tried += 1
+    assert tried > 200
+
+
+def test_microbatch_in_prompts_of_the_job():
+    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each. 1 prompt * 4 cannot divide over 8."""
+    assert cut(128, 8, 8, 128, 4, unit="prompts", scope="job").microbatch_size == 4
+    with pytest.raises(BatchDivisibilityError) as caught:
+        cut(4, 4, 8, 4, 1, unit="prompts", scope="job")
+    assert caught.value.nearest == (2,)
+    assert "1 prompt * samples_per_prompt=4 = 4 samples must divide the mini batch of 16 samples" in str(caught.value)
+    assert "data_parallel_size=8" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("budget", "passes", "stages"), [(100, 32, 1), (199, 32, 1), (200, 16, 1), (3200, 1, 1), (10**6, 1, 1), (1000, 4, 4)]
+)
+def test_token_budget_max_passes(budget, passes, stages):
+    """With 32 samples of at most 100 tokens on a replica: the passes of full-length samples, a multiple of the stages."""
+    training = Training(
+        mini_batch=Size(count=64, unit="samples"),
+        microbatch=Size(count=budget, unit="tokens", scope="replica"),
+        data_parallel_size=2,
+        num_stages=stages,
+    )
+    updates = split_updates("policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100)
+    found = (updates.accumulation_steps, updates.token_budget, updates.microbatch_size, updates.padded_samples)
+    assert found == (passes, budget, None, 0)
+
+
+def test_token_budget_below_the_longest_sample():
+    """The longest sample must fit, and the error has the smallest budget for it."""
+    training = Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=99, unit="tokens", scope="replica"))
+    with pytest.raises(ConfigError) as caught:
+        split_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
+    assert (caught.value.key, caught.value.nearest) == ("critic.microbatch", (100,))
+
+
+# --- plans ---
 
 
 def prompts(count):

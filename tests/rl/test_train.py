@@ -1,16 +1,19 @@
 """Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at their smallest."""
 
 import itertools
+import json
 import os
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from helpers import processes, snippets
 from helpers.runs import assert_same_run, metrics_of, state_of
 from helpers.tiny import RL_TINY as TINY
 
-from rampup.cli import make_parser
+import rampup
+from rampup.cli import main, make_parser
 from rampup.cli.report import gather_report
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
@@ -259,3 +262,41 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     kept = load_rollout_config(tmp_path / "run" / "config.yml")
     assert (kept.max_operand, metrics_of(tmp_path / "run")[0]["rollout"]) == (9, 0)
     assert rl.train(replace(kept, num_batches=3)).steps == 3
+
+
+# --- the trained policy ---
+
+
+@pytest.fixture(scope="module")
+def loaded(whole):
+    """The policy of the run, for longer responses than those it was trained with."""
+    return replace(rampup.load(whole[0]), context=64)
+
+
+def test_load_returns_the_policy(whole, loaded, capsys):
+    """Configuration, model and parameters belong together: the model has the logits that generation and its command see."""
+    assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (12, 9, 8)
+    assert loaded.params is loaded.state["params"]
+    logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
+    best = int(logits[0, -1].argmax())
+    assert loaded.generate("3+4=", 1, temperature=0) == ("" if best == 10 else bytes([best]).decode(errors="replace"))
+    assert main(["generate", str(whole[0]), "--prompt", "3+4=", "--tokens", "3", "--temperature", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["text"]) == (12, loaded.generate("3+4=", 3, temperature=0))
+
+
+def test_a_response_ends_with_its_end_token(loaded):
+    """The text is what comes before the end token; without one it has all bytes that were asked for."""
+    unended = replace(loaded, end_token=None).generate("3+4=", 40, seed=3)
+    end = next(letter for letter in unended if letter.isascii())
+    assert replace(loaded, end_token=ord(end)).generate("3+4=", 40, seed=3) == unended.partition(end)[0]
+    assert loaded.generate("3+4=", 40, seed=3) == unended.partition("\n")[0]
+
+
+def test_generate_says_why_it_cannot(loaded):
+    """An argument out of range, and a model without text, each by its own rule."""
+    with pytest.raises(ConfigError, match="from 1 to"):
+        loaded.generate("3+4=", 0)
+    config = rampup.Config(dataset_type="tokens", grain_train_files="x")
+    with pytest.raises(ConfigError, match="a tokenizer that rampup does not know made its tokens"):
+        replace(loaded, config=config).generate("3+4=", 5)
