@@ -1,7 +1,8 @@
 """The command line: dispatches to a command, prints its result, and turns errors into messages and exit codes.
 
-A command is a module of this package with `ARGUMENTS`, by name, and `run(args, console) -> Result`. Only the module of the
-command that runs is imported. Exit codes: 0 success, 1 failed, 2 refused, 130 interrupted, 141 the output was closed early.
+A command is a function that takes its arguments and returns a `Result`, with a table of its arguments in capitals: `plan` and
+`PLAN`. It is in the module of its name, or in that of `HOMES`, which alone is imported. Exit codes: 0 success, 1 failed, 2
+refused, 130 interrupted, 141 the output was closed early.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rampup.cli import common
 from rampup.errors import NonFiniteError, RampupError, StorageError
 from rampup.loop.events import ctrl_c_stops
 
-# Each command, whose module has its name, with one line of help.
+# Each command, with one line of help.
 COMMANDS = {
     "plan": "show every phase of a run before it starts",
     "train": "train the language model",
@@ -36,13 +37,13 @@ COMMANDS = {
     "plot": "draw a plan, its learning rate or pipeline, or the metrics of runs",
     "report": "write a self-contained HTML report of a plan or a run",
     "check": "explain and check another system's configuration",
-    "suggest": "show batch sizes by scaling laws, or starting sizes for reinforcement learning",
+    "suggest": "show batch sizes by scaling laws, or starting sizes for RL",
     "fix": "find the nearest legal configuration, as a patch",
     "explain": "explain a configuration key and its legal values",
     "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
-    "tune": "find the largest microbatch that fits in memory and the fastest settings",
-    "inspect": "show what a compiled program sends between devices, sums, updates and keeps in memory",
+    "tune": "find the largest microbatch that fits and the fastest settings",
+    "inspect": "show what a compiled program sends, sums, updates and stores",
     "rows": "show exactly which rows an optimizer step reads",
 }
 # The commands in the order of `rampup --help`.
@@ -52,6 +53,9 @@ GROUPS = {
     "choose sizes": ("tune", "suggest", "design", "critical", "fix"),
     "other systems": ("check",),
 }
+# The modules of commands that share one.
+HOMES = {"train": "run", "generate": "run", "plot": "draw", "report": "draw", "suggest": "sizes", "fix": "sizes"}
+HOMES |= dict.fromkeys(("timetable", "rows", "inspect", "explain"), "look")
 # The commands that compute.
 ON_DEVICES = ("train", "generate", "critical", "tune")
 
@@ -73,21 +77,12 @@ class _Console(Console):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: the arguments; None = those of this process, which may then re-execute itself with huge pages.
-
-    Example:
-        >>> main(["--version"])
-        rampup 0.1.0
-        0
-    """
+    """Run one command and return its exit code. By its own arguments, the process may re-execute itself with huge pages."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         common.skip_absent_tpu()
-    if argv is None and arguments and arguments[0] in ON_DEVICES:
-        common.enable_huge_pages()
+        if arguments and arguments[0] in ON_DEVICES:
+            common.enable_huge_pages()
     as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -129,9 +124,13 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
     parser = _Parser(prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object, and everything else on standard error")
-    for flags, options in importlib.import_module(f"rampup.cli.{name}").ARGUMENTS.items():
+    for flags, options in getattr(_home(name), name.upper()).items():
         parser.add_argument(*flags.split(), **options)
     return parser
+
+
+def _home(name: str) -> Any:
+    return importlib.import_module(f"rampup.cli.{HOMES.get(name, name)}")
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -158,8 +157,8 @@ def _dispatch(arguments: list[str]) -> int:
     from rampup.show.console import is_for_a_log
 
     options = {"soft_wrap": not sys.stdout.isatty(), "force_terminal": False if is_for_a_log() else None}
-    console = _Console(stderr=args.json, highlight=False, markup=False, **options)
-    result: common.Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
+    console = args.console = _Console(stderr=args.json, highlight=False, markup=False, **options)
+    result: common.Result = getattr(_home(name), name)(args)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
     if args.json and result.facts is not None:
@@ -170,9 +169,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _error_object(error: Exception) -> dict[str, Any]:
-    key = getattr(error, "key", None)
-    nearest = list(getattr(error, "nearest", ()))
-    return {"error": {"type": type(error).__name__, "message": str(error), "key": key, "nearest": nearest}}
+    where = {"key": getattr(error, "key", None), "nearest": list(getattr(error, "nearest", ()))}
+    return {"error": {"type": type(error).__name__, "message": str(error), **where}}
 
 
 def _print_error(error: Exception, *, as_json: bool) -> None:

@@ -112,7 +112,7 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
 
 
 def run_config(folder: Path) -> Path:
-    """Return the file with the configuration of a run in its folder."""
+    """Return the file with the configuration of a run."""
     if not (folder / CONFIG_FILE).is_file():
         raise usage_error(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
     return folder / CONFIG_FILE
@@ -125,15 +125,15 @@ def named_topology(args: argparse.Namespace) -> Topology | None:
 
 
 def read_plan(args: argparse.Namespace, path: str, overrides: Sequence[str]) -> tuple[Config, RampPlan]:
-    """Return the configuration in a file, with the environment's variables and the slices of `--topology`, and its plan."""
+    """Return a configuration and its plan, with the environment's variables and the slices of `--topology`."""
     config = with_slices(load_config(path, overrides, environ=environment()), named_topology(args))
     return config, build_plan(config, count_devices(args, config))
 
 
 def skip_absent_tpu() -> None:
-    """Keep JAX of this process from searching for a TPU, with many warnings, where libtpu is installed only to compile.
+    """Before JAX is imported, keep it from searching for a TPU, with many warnings, where libtpu is installed only to compile.
 
-    That is a machine without a device of Google's and without a plugin for other accelerators. JAX must not be imported yet.
+    That is a machine without a device of Google's and without a plugin for other accelerators.
     """
     if "jax" in sys.modules or "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
         return
@@ -142,13 +142,10 @@ def skip_absent_tpu() -> None:
 
 
 def enable_huge_pages() -> None:
-    """Re-execute this process with huge pages if the kernel offers them and the user has not set the tunable.
+    """Re-execute this process with huge pages on a CPU, if the kernel offers them and the user has not set the tunable.
 
-    Only if JAX has no other device than the CPU. `RAMPUP_HUGE_PAGES=0` in the environment turns this off.
-
-    XLA allocates a step's temporary buffers from the C library on every step and frees them after it. With pages of 4 KiB, the
-    kernel handles one page fault per page, every time. From version 2.35 on, glibc can ask for huge pages instead (its manual,
-    "Memory Allocation Tunables": `glibc.malloc.hugetlb`), but it reads the tunable only when a process starts.
+    XLA allocates a step's temporary buffers anew on every step, with a page fault for each page of 4 KiB. glibc can ask for
+    huge pages (its manual, "Memory Allocation Tunables"), but it reads the tunable only when a process starts.
     """
     before = os.environ.get(VARIABLE, "")
     if os.environ.get(SWITCH) == "0" or TUNABLE in before or not sys.executable or not on_offer() or has_accelerators():
@@ -168,10 +165,7 @@ def on_offer() -> bool:
 
 
 def has_accelerators() -> bool:
-    """Return whether JAX has another device than the CPU: a plugin is installed, or the machine has TPU chips.
-
-    libtpu without a chip does not count: it also compiles for absent chips.
-    """
+    """Return whether JAX has a plugin, or the machine a TPU chip. libtpu alone is none: it also compiles for absent chips."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
     return accelerator_plugins() or any(any(DEVICE_FILES.glob(name)) for name in TPU_FILES)
@@ -184,14 +178,14 @@ def accelerator_plugins() -> bool:
 
 def describe_topology(topology: Topology) -> str:
     """Return some lines about the devices of a plan."""
-    options = [f"  {name}={value}" for name, value in tpu_options(topology.chip.name).items()]
-    compiled = ["`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:", *options]
     product = topology.product_name if topology.num_slices == 1 else f"{topology.num_slices}*{topology.product_name}"
-    planned = (
+    lines = [
         f"planned for {topology.name} ({product}): {topology.num_devices:,} devices with "
         f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {shlex.quote(topology.name)}` compiles for it"
-    )
-    return "\n".join([planned, *(compiled if options else [])])
+    ]
+    if options := tpu_options(topology.chip.name):
+        lines.append("`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:")
+    return "\n".join([*lines, *(f"  {name}={value}" for name, value in options.items())])
 
 
 def use_fake_devices(number: int | None) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rampup.batch_size.critical import BranchResult
     from rampup.lm.branches import CriticalBatch
 
-ARGUMENTS = {
+CRITICAL = {
     "run": arg("RUN_DIR", "the folder of a run; it is only read, also while the run is training"),
     "--step": arg("N", "branch from the checkpoint of step N instead of the newest", type=int),
     "--multiples": arg(
@@ -36,7 +36,7 @@ ARGUMENTS = {
 }
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
+def critical(args: argparse.Namespace) -> Result:
     """Train the branches, or what is missing of them."""
     multiples = None
     if args.multiples is not None:
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
 def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     rows, close = [], []
-    for branch, rate in zip(found.branches, found.learning_rates, strict=True):
+    branches = list(zip(found.branches, found.learning_rates, strict=True))
+    for branch, rate in branches:
         # The smallest branch has no difference, and so no error of it.
         measured = (branch.loss, branch.difference, None if branch.difference is None else branch.standard_error)
         cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)]
@@ -76,42 +77,46 @@ def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     if found.gain is not None:
         console.print(f"{found.tokens:,} tokens lowered the loss of the smallest branch by {found.gain:.4f}")
     if not found.decisive:
-        _print_undecided(found, console)
+        why = "which is too little to measure"
+        fix = f"a window several times as long, such as --tokens {8 * found.tokens:,}"
+        if found.gain is not None and found.deciding_tokens is not None:
+            why = f"too little for a tolerance of {found.tolerance:.4g}: a batch that wastes half of its samples could pass"
+            fix = f"--tokens {found.deciding_tokens:,}"
+        console.print(f"undecided at step {found.step:,}: the window gains {why}; {fix} could decide")
     else:
         relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
         console.print(
             f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose "
             f"loss is within {found.tolerance:.4g} of every smaller one"
         )
-        for branch, rate in zip(found.branches, found.learning_rates, strict=True):
+        for branch, rate in branches:
             if branch.global_batch_size == found.critical_batch_size:
                 tokens = f"{_overhead(branch)} more tokens than the best smaller batch, " * (branch.token_overhead is not None)
                 console.print(f"it needs {tokens}a learning rate of {format_value(rate)} at this checkpoint")
+        notes = []
         if found.bound == "at_least":
             largest = found.branches[-1].multiple
-            print_notes(
-                [f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console
-            )
+            notes.append(f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}")
         if found.bound == "at_most":
             tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
             reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
-            print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
+            notes.append(f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}")
         if found.half_window_size is not None:
             shown = f"the first half of the window shows {found.half_window_size:,}: the answer depends on the window"
-            print_notes([f"{shown}; measure again with --tokens {2 * found.tokens:,}"], console)
+            notes.append(f"{shown}; measure again with --tokens {2 * found.tokens:,}")
+        print_notes(notes, console)
         console.print(
             f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
             f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
         )
+    notes = [] if found.disagreement is None else [found.disagreement]
     if found.noise_scale_samples is None:
-        print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
+        notes = ["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"]
     else:
         console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples} samples")
-        print_notes([] if found.disagreement is None else [found.disagreement], console)
     if close:
-        print_notes(
-            [f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"], console
-        )
+        notes.append(f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them")
+    print_notes(notes, console)
     console.print(f"kept in {found.folder}")
 
 
@@ -121,13 +126,3 @@ def _overhead(branch: BranchResult) -> str:
         return "-"
     value, low, high = ("no limit" if share is None else f"{share:.0%}" for share in branch.token_overhead)
     return f"{value} ({low} to {high})"
-
-
-def _print_undecided(found: CriticalBatch, console: Console) -> None:
-    if found.gain is None or found.deciding_tokens is None:
-        why = "which is too little to measure"
-        fix = f"a window several times as long, such as --tokens {8 * found.tokens:,}"
-    else:
-        why = f"too little for a tolerance of {found.tolerance:.4g}: a batch that wastes half of its samples could pass"
-        fix = f"--tokens {found.deciding_tokens:,}"
-    console.print(f"undecided at step {found.step:,}: the window gains {why}; {fix} could decide")

@@ -18,22 +18,14 @@ from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.config.files import yaml_text
 from rampup.config.schema import Config
-from rampup.loop.run_folder import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    absolute_path,
-    as_path,
-    read_lines_backwards,
-    run_folder,
-    write_whole,
-)
+from rampup.loop import run_folder as files
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
 from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
 from rampup.show.prediction import write_prediction
 
-ARGUMENTS = {
+DESIGN = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
     **common.OVERRIDES,
     "--train-tokens": arg("TOKENS", "tokens of the run to design, such as 300B"),
@@ -65,21 +57,21 @@ ARGUMENTS = {
 }
 
 
-def run(args: argparse.Namespace, console: object) -> Result:
+def design(args: argparse.Namespace) -> Result:
     """Design schedules, and predict their steps, hours and loss; of a run of rollouts, the sizes that its noise is worth."""
     from rampup.rl.config import is_rollout_file
 
-    source = as_path(args.config)
-    if source.is_dir() and (source / CONFIG_FILE).is_file() and is_rollout_file(source / CONFIG_FILE):
+    source = files.as_path(args.config)
+    if source.is_dir() and (source / files.CONFIG_FILE).is_file() and is_rollout_file(source / files.CONFIG_FILE):
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
         problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
         raise common.usage_error(problem, key="cost-per-prompt")
     file = args.config
-    folders = [as_path(path) for path in args.measured]
+    folders = [files.as_path(path) for path in args.measured]
     if source.is_dir():
-        if not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
-            problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
+        if not (source / files.CONFIG_FILE).is_file() and (source / files.METRICS_FILE).is_file():
+            problem = f"{source} has no {files.CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
             fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
             raise common.usage_error(f"{problem}; {fix}")
         file, folders = common.run_config(source), [source, *folders]
@@ -88,7 +80,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
         raise common.usage_error(f"{problem}`rampup critical` has measured", key="measured")
     config = rampup.load_config(file, args.overrides, environ=common.environment())
     common.check_picture(args.output)
-    written = None if args.write is None else absolute_path(args.write)
+    written = None if args.write is None else files.absolute_path(args.write)
     if written is not None and written.exists() and (not written.is_dir() or any(written.iterdir())):
         raise common.usage_error(f"{written} is not empty; name the folder of a new run", key="write")
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
@@ -108,11 +100,11 @@ def _write_run(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
     """Make the folder of a run with the fastest schedule."""
     settings = next(each["settings"] for each in facts["candidates"] if each["name"] == facts["fastest"])
     config = replace(config, run_name=folder.name, base_output_directory=str(folder.parent), **settings)
-    run_folder(config.base_output_directory, config.run_name)
+    files.run_folder(config.base_output_directory, config.run_name)
     # First, so that no run is started without it.
     write_prediction(folder, config, facts)
     text = yaml_text("# The configuration of a designed run, until it is started.\n", config.keys(), config.to_dict())
-    write_whole(folder / CONFIG_FILE, text.encode())
+    files.write_whole(folder / files.CONFIG_FILE, text.encode())
 
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
@@ -127,16 +119,20 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     cost = args.cost_per_prompt or 0.0
     if not 0 <= cost < math.inf:
         raise common.usage_error(f"--cost-per-prompt={cost} must be 0 or more", key="cost-per-prompt", nearest=(0,))
-    config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=common.environment())
+    config = load_rollout_config(folder / files.CONFIG_FILE, args.overrides, environ=common.environment())
     # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
     key = "rl.num_generations"
     responses = config.num_generations
-    measured = load_rollout_config(folder / CONFIG_FILE)
+    measured = load_rollout_config(folder / files.CONFIG_FILE)
     if responses != measured.num_generations:
         rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
         problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
         raise common.usage_error(problem, key=key, nearest=(measured.num_generations,))
-    lines = (line for line in read_lines_backwards(folder / METRICS_FILE) if line.get("noise_between_prompts") is not None)
+    lines = (
+        line
+        for line in files.read_lines_backwards(folder / files.METRICS_FILE)
+        if line.get("noise_between_prompts") is not None
+    )
     facts = advice_from_line(next(lines, {}), responses=responses, reuse=config.num_iterations, cost_per_prompt=cost)
     facts["mini_batch_prompts"] = config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size
 
@@ -159,7 +155,7 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 
 
 def print_design(facts: Mapping[str, Any], console: Console, written: Path | None = None) -> None:
-    """Print the candidates with their steps, hours and loss, their schedules, and the assumptions."""
+    """Print the candidates with their steps, time and loss, their schedules, and the assumptions."""
     tokens = format_si(facts["train_tokens"])
     growth = facts["noise_growth"]
     scales = []
@@ -177,21 +173,21 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
     console.print("a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%")
     is_short = max(candidate["hours"] for candidate in facts["candidates"]) < 1
     unit, per_hour = ("minutes", 60) if is_short else ("hours", 1)
+
+    def time(hours: float) -> str:
+        return format_value(hours * per_hour)
+
+    forms = {"hours": time, "loss_penalty": "{:.4f}".format, "hours_to_same_loss": time}
     rows = []
     for candidate in facts["candidates"]:
         name = candidate["name"] + (" *" if candidate["name"] == facts["fastest"] else "")
-        cells = (
-            _with_interval(candidate, "hours", lambda hours: format_value(hours * per_hour)),
-            _with_interval(candidate, "loss_penalty", "{:.4f}".format),
-            _with_interval(candidate, "hours_to_same_loss", lambda hours: format_value(hours * per_hour)),
-        )
-        rows.append((name, f"{candidate['steps']:,}", *cells))
+        rows.append((name, f"{candidate['steps']:,}", *(_with_interval(candidate, key, form) for key, form in forms.items())))
     titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
     console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
     if any("frugal" in candidate["name"] for candidate in facts["candidates"]):
-        frugal = f"the fastest that wastes at most {FRUGAL_WASTE:.0%} of the samples (the smallest batch wastes none)"
-        console.print(f"frugal: {frugal}")
+        limit = f"at most {FRUGAL_WASTE:.0%} of the samples"
+        console.print(f"frugal: the fastest that wastes {limit} (the smallest batch wastes none)")
     for candidate in facts["candidates"]:
         rule = " ".join(f"{key}={value}" for key, value in candidate["rate_rule"].items())
         console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}')
@@ -199,9 +195,9 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
         wrong = f"if the noise scale is half of this, it costs {candidate['more_tokens_if_noise_is_half']:.0%} more tokens"
         console.print(f"  {costs}; {wrong}")
         if candidate["hours_to_same_loss_if_noise_is_forgotten"] is not None:
-            hours = format_value(candidate["hours_to_same_loss_if_noise_is_forgotten"])
+            taken = time(candidate["hours_to_same_loss_if_noise_is_forgotten"])
             best = ", the fastest" * (candidate["name"] == facts["fastest_if_noise_is_forgotten"])
-            console.print(f"  if its noise is forgotten: {hours} hours to the same loss{best}")
+            console.print(f"  if its noise is forgotten: {taken} {unit} to the same loss{best}")
     console.print("This is a model, not a measurement. It assumes:")
     for sentence in facts["assumptions"]:
         console.print(f"- {sentence}")
@@ -223,10 +219,9 @@ def draw_design(facts: Mapping[str, Any], path: str) -> None:
     figure = new_figure(DEFAULT_WIDTH, 4.2)
     over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, candidate in enumerate(facts["candidates"]):
-        style = line_style(number)
-        sizes = candidate["sizes"]
         marker = LINES[number % len(LINES)]["marker"]
-        style |= {"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {}
+        style = line_style(number) | ({"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {})
+        sizes = candidate["sizes"]
         edges = [*candidate["start_tokens"], facts["train_tokens"]]
         over_tokens.step(
             edges, [*sizes, sizes[-1]], where="post", label=candidate["name"], marker=marker, markevery=[-1], **style

@@ -17,25 +17,17 @@ from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
-from rampup.show.console import (
-    MAX_PHASES,
-    print_budget,
-    print_comparison,
-    print_hyperparameters,
-    print_notes,
-    print_plan,
-    print_rollout,
-)
+from rampup.show import console as tables
 
 if TYPE_CHECKING:
     from rampup.dialects.export import Exported
 
 
-ARGUMENTS = {
+PLAN = {
     **common.CONFIG,
     **common.DEVICES,
     **common.TOPOLOGY,
-    "--all": arg(None, f"print every phase, also if there are more than {MAX_PHASES}"),
+    "--all": arg(None, f"print every phase, also if there are more than {tables.MAX_PHASES}"),
     "--hyperparameters": arg(None, "show the hyperparameters of every phase"),
     "--other-devices": arg(None, "show the numbers of devices on which all batches of this plan run"),
     "--diff": arg("OTHER.yml", "compare with another plan; key=value applies to the first only"),
@@ -51,7 +43,7 @@ ARGUMENTS = {
 }
 
 
-def run(args: argparse.Namespace, console: object) -> Result:
+def plan(args: argparse.Namespace) -> Result:
     """Plan a configuration."""
     rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
@@ -67,10 +59,12 @@ def run(args: argparse.Namespace, console: object) -> Result:
             return _export(export_rollout(config, plan, num_devices, args.export), args)
         notes = rollout_notes(config, plan)
         facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
-        return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
+        return Result(
+            facts={**facts, "notes": list(notes)}, show=lambda console: tables.print_rollout(schedule, console, notes=notes)
+        )
     topology = common.named_topology(args)
     config, plan = common.read_plan(args, args.config, args.overrides)
-    max_phases = None if args.all else MAX_PHASES
+    max_phases = None if args.all else tables.MAX_PHASES
     if args.diff is not None:
         if common.is_rollout_file(args.diff):
             raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
@@ -79,8 +73,9 @@ def run(args: argparse.Namespace, console: object) -> Result:
         names = (" ".join([args.config, *args.overrides]), args.diff)
         return Result(
             facts={"a": plan.to_dict(), "b": other_plan.to_dict(), "changed_keys": changed},
-            show=lambda console: print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
+            show=lambda console: tables.print_comparison((plan, other_plan), names, changed, console, max_phases=max_phases),
         )
+    length = config.max_target_length
     if args.budget is not None:
         if plan.auto_schedule == "follow":
             text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
@@ -98,24 +93,20 @@ def run(args: argparse.Namespace, console: object) -> Result:
             if rate <= 0:
                 raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
             throughput = dict.fromkeys(plan.ramp.sizes, rate)
-        length = config.max_target_length
         budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
         return Result(
             facts={**plan.to_dict(), "budget": budget},
-            show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
+            show=lambda console: tables.print_budget(budget, plan, console, measured=throughput or {}),
         )
     if args.export is not None:
         from rampup.dialects.export_plan import export_plan
 
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None
-    length = config.max_target_length
     notes = batch_notes(plan.consumed_samples * length, max(plan.of_all_sizes.ramp.sizes) * length)
-    facts = (
-        plan.to_dict()
-        | ({"notes": list(notes)} if notes else {})
-        | ({} if topology is None else {"topology": topology_facts(topology)})
-    )
+    facts = plan.to_dict() | ({"notes": list(notes)} if notes else {})
+    if topology is not None:
+        facts["topology"] = topology_facts(topology)
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters
 
@@ -125,10 +116,10 @@ def run(args: argparse.Namespace, console: object) -> Result:
         devices = facts["possible_devices"] = possible_devices(config, plan)
 
     def show(console: Console) -> None:
-        print_plan(plan, console, max_phases=max_phases)
-        print_notes(notes, console)
+        tables.print_plan(plan, console, max_phases=max_phases)
+        tables.print_notes(notes, console)
         if rows is not None:
-            print_hyperparameters(plan, rows, console, max_phases=max_phases)
+            tables.print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:
             console.print(common.describe_topology(topology))
         if devices is not None:

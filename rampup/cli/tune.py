@@ -19,7 +19,7 @@ from rampup.show.console import TITLES, make_table, print_notes, split_columns
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
-ARGUMENTS = {
+TUNE = {
     **common.CONFIG,
     "--memory-gib": arg("GIB", "memory of one device, instead of this machine's; required on a CPU"),
     "--devices": arg("N", "use N of this machine's devices", type=int),
@@ -30,7 +30,7 @@ ARGUMENTS = {
 }
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
+def tune(args: argparse.Namespace) -> Result:
     """Search for the sizes that fit and are fastest."""
     config = rampup.load_config(args.config, args.overrides, environ=common.environment())
     common.check_picture(args.output)
@@ -85,25 +85,24 @@ def print_tuning(found: Facts, console: Console) -> None:
         used = f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
         console.print(f"{device} ({source}), of which {used}")
     largest = found["largest_microbatch"]
-    following = found["next_larger"]
-    peak = found["measured_peak_bytes"]
     if found.get("interrupted"):
         best = "none that fits" if largest is None else f"the largest that fits is {largest:,} samples"
-        console.print(f"stopped before the end of the search; of the microbatches so far, {best}")
+        text = f"stopped before the end of the search; of the microbatches so far, {best}"
     elif largest is None:
-        console.print("no microbatch fits")
-    elif following is None:
-        console.print(f"the largest microbatch tried, {largest:,} samples, fits")
+        text = "no microbatch fits"
+    elif found["next_larger"] is None:
+        text = f"the largest microbatch tried, {largest:,} samples, fits"
     else:
-        measured = f"; the devices had {format_bytes(peak)} in use at most while steps ran" if peak is not None else ""
-        smaller = f"the largest microbatch that fits is {largest:,} samples"
-        console.print(f"{smaller}; {following:,} does not ({found['next_larger_run']}){measured}")
+        text = f"the largest microbatch that fits is {largest:,} samples; {found['next_larger']:,} does not "
+        text += f"({found['next_larger_run']})"
+        if (peak := found["measured_peak_bytes"]) is not None:
+            text += f"; the devices had {format_bytes(peak)} in use at most while steps ran"
+    console.print(text)
     timed = ["step\nat least", "tokens/s\nat most"] if is_estimate else ["step", "spread", "tokens/s"]
     table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", *timed, ""])
     for row in found["candidates"]:
-        seconds = row["roofline_seconds" if is_estimate else "step_seconds"]
-        time = ["" if seconds is None else f"{seconds * 1000:,.4g} ms"]
-        time += [] if is_estimate else ["" if row["spread"] is None else f"{row['spread']:.0%}"]
+        time = [_format("{:,.4g} ms", row["roofline_seconds" if is_estimate else "step_seconds"], 1000)]
+        time += [] if is_estimate else [_format("{:.0%}", row["spread"])]
         sizes = (format_value(row["microbatch_size"]), format_value(row["num_microbatches"]))
         table.add_row(*sizes, _format_memory(row), *time, _format_rate(row), "fits" if row["fits"] else "does not fit")
     console.print(table)
@@ -131,13 +130,9 @@ def print_tuning(found: Facts, console: Console) -> None:
         console.print("what saves memory, with nothing else changed (~: estimated, the others are compiled):")
         table = make_table(console, ["", "memory", "saves", "step time", "fits"], left=1)
         for row in levers:
-            saved = row["saved_bytes"]
-            slowdown = row["slowdown"]
             about = "" if row["compiled"] else "~"
-            total = "" if row["bytes"] is None else about + _format_memory(row)
-            times = "" if slowdown is None else f"x {slowdown:.2f}"
-            savings = "" if saved is None else about + format_bytes(saved)
-            table.add_row(row["name"], total, savings, times, "yes" if row["fits"] else "no")
+            sizes = ("" if row[name] is None else about + format_bytes(row[name]) for name in ("bytes", "saved_bytes"))
+            table.add_row(row["name"], *sizes, _format("x {:.2f}", row["slowdown"]), "yes" if row["fits"] else "no")
         console.print(table)
         print_notes((f"{option['name']}: {option['remark']}" for option in levers if option["remark"]), console)
     print_notes(found["notes"], console)
@@ -150,9 +145,8 @@ def _print_settings(found: Facts, console: Console) -> None:
         return " ".join(f"{key}={value}" for key, value in settings.items()) or "the configuration as it is"
 
     best = found["run_seconds"]
-    estimate = found.get("roofline_run_seconds")
     time = "" if best is None else f"; the run's steps take {format_value(best)} s"
-    if estimate is not None:
+    if (estimate := found.get("roofline_run_seconds")) is not None:
         best = estimate
         time = f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
     console.print(f"recommended{' so far' * bool(found.get('interrupted'))}: {words(found['settings'])}{time}")
@@ -166,13 +160,16 @@ def _print_settings(found: Facts, console: Console) -> None:
     console.print(table)
     for other in found["alternatives"]:
         seconds = other.get("run_seconds", other.get("roofline_run_seconds"))
-        number = other["executables"]
         ratio = f", x {seconds / best:.2f}" if seconds and best else ""
         time = "not timed" if seconds is None else f"{format_value(seconds)} s{ratio}"
-        programs = f"; {number} compiled programs" if number > 1 else ""
+        programs = f"; {other['executables']} compiled programs" if other["executables"] > 1 else ""
         console.print(f"alternative: {words(other['settings'])}: {time}{programs}")
     if found["pipeline_tick_overhead"] is not None:
         console.print(f"measured for the pipeline's cost model: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}")
+
+
+def _format(form: str, number: float | None, scale: int = 1) -> str:
+    return "" if number is None else form.format(number * scale)
 
 
 def _format_memory(row: Facts) -> str:

@@ -19,7 +19,7 @@ from helpers.tiny import TINY_MODEL, command_line
 import rampup
 from rampup import load_config
 from rampup.cli import main
-from rampup.cli.plot import parse_inputs
+from rampup.cli.draw import parse_inputs
 from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock

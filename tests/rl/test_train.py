@@ -14,7 +14,7 @@ from helpers.tiny import RL_TINY as TINY
 
 import rampup
 from rampup.cli import main, make_parser
-from rampup.cli.report import gather_report
+from rampup.cli.draw import gather_report
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
 from rampup.loop.run_folder import read_lines

@@ -1,4 +1,4 @@
-"""Tests of rampup.show.verdicts: everything a verdict holds is shown, at any width."""
+"""Tests of rampup.cli.check: everything a verdict holds is shown, at any width."""
 
 import io
 import re
@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
+from rampup.cli.check import print_verdict
 from rampup.dialects.verdict import Meaning, Verdict, Violation
-from rampup.show.verdicts import print_verdict
 
 LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
 FULL = Verdict(
@@ -29,7 +29,8 @@ FULL = Verdict(
 
 def shown(verdict, *, width=200, force_terminal=False, **options):
     """Return what is printed."""
-    console = Console(file=io.StringIO(), no_color=True, highlight=False, width=width, force_terminal=force_terminal)
+    plain = {"no_color": True, "highlight": False, "markup": False, "soft_wrap": not force_terminal}
+    console = Console(file=io.StringIO(), width=width, force_terminal=force_terminal, **plain)
     print_verdict(verdict, console, **options)
     return console.file.getvalue()
 
@@ -42,9 +43,7 @@ def squeezed(text):
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("terminal", [False, True])
 def test_print_verdict_is_complete(width, terminal):
-    """Every character is there, piped and on terminals, and brackets are no markup. A terminal folds what is too long. Piped
-    output has no colour, no box, one line a row and no trailing blanks: to be read by other programs.
-    """
+    """Every character is there; a terminal folds, and piped output is one plain line a row, to be read by other programs."""
     printed = shown(FULL, width=width, force_terminal=terminal, verbose=True)
     lines, text = re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines(), squeezed(printed)
     for part in (*FULL.notes, *(violation.message for violation in FULL.violations)):

@@ -1,11 +1,9 @@
-"""`rampup train`: trains the language model, on text or by reinforcement learning."""
+"""`rampup train` and `generate`: the model, trained on text or by reinforcement learning, and text that it continues."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-
-from rich.console import Console
 
 import rampup
 from rampup.cli.common import EXIT_INTERRUPTED, FAKE_DEVICES, OVERRIDES, Result, arg, environment, run_config, use_fake_devices
@@ -26,15 +24,23 @@ ROLLOUT_JSON_KEYS = (
 )
 # Only with `batch_size_schedule: auto`.
 AUTO_KEYS = ("batch_size_schedule",)
-ARGUMENTS = {
+TRAIN = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a run to resume"),
     **OVERRIDES,
     **FAKE_DEVICES,
     "--quiet": arg(None, "print the summary only"),
 }
+GENERATE = {
+    "run": arg("RUN_DIR", "the folder of a run, or one of its checkpoints"),
+    "--prompt": arg("TEXT", "the text to continue, or what to ask a policy", default="\n"),
+    "--tokens": arg("N", "tokens (bytes) to sample at most, 200 by default", type=int, default=200),
+    "--temperature": arg("T", "0.8 by default; 0 takes the most probable token", type=float, default=0.8),
+    "--top-k": arg("K", "sample from the K most probable tokens only", type=int),
+    "--seed": arg("S", "seed of the random numbers, 0 by default", type=int, default=0),
+}
 
 
-def run(args: argparse.Namespace, console: Console) -> Result:
+def train(args: argparse.Namespace) -> Result:
     """Train, and return the summary of the run."""
     config = _read_config(args)
     use_fake_devices(args.fake_devices)
@@ -47,7 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
 
         json_keys = JSON_KEYS + AUTO_KEYS
     options = "" if args.fake_devices is None else f" --fake-devices {args.fake_devices}"
-    progress = TrainProgress(console, log_period=config.log_period, quiet=args.quiet, resume_options=options)
+    progress = TrainProgress(args.console, log_period=config.log_period, quiet=args.quiet, resume_options=options)
     try:
         summary = train(config, on_event=progress)
     finally:
@@ -81,3 +87,12 @@ def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     if absolute_path(config.base_output_directory) != absolute_path(place.parent):
         config = dataclasses.replace(config, base_output_directory=str(absolute_path(place.parent)))
     return dataclasses.replace(config, run_name=place.name)
+
+
+def generate(args: argparse.Namespace) -> Result:
+    """Load a checkpoint and sample from it."""
+    loaded = rampup.load(args.run)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    text = loaded.generate(args.prompt, args.tokens, **options)
+    facts = {"checkpoint": str(loaded.folder), "step": loaded.step, "prompt": args.prompt, "text": text}
+    return Result(facts=facts | options, show=lambda console: print(args.prompt + text))

@@ -1,26 +1,33 @@
-"""`rampup plot`: a picture of a plan or of runs."""
+"""`rampup plot` and `rampup report`: a plan, runs or a verdict as a picture or as one HTML page."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import DEVICES, Result, arg, count_devices, environment, is_rollout_file, usage_error
+from rampup.cli import common
+from rampup.cli.common import Result, arg, usage_error
+from rampup.config.build import with_slices
 from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import CONFIG_FILE, as_path
+from rampup.plan.describe import advice
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
+from rampup.rl import config as rl
+from rampup.show.prediction import compare_prediction
+from rampup.show.report import Report, write_report
 from rampup.show.series import RunMetrics
 
 SOURCES = {"sources": arg("CONFIG.yml|RUN_DIR", "a configuration and key=value settings, or folders of runs", nargs="+")}
-ARGUMENTS = {
+PLOT = {
     **SOURCES,
-    **DEVICES,
+    **common.DEVICES,
     "-o --output": arg("FILE", "a .png, .svg or .pdf file; by default NAME.png of the run or configuration"),
     "--kind": arg(
         None,
@@ -30,9 +37,16 @@ ARGUMENTS = {
     ),
     "--width": arg("INCHES", "of the picture; below 7, its panels are in one column", type=float),
 }
+REPORT = {
+    **SOURCES,
+    **common.DEVICES,
+    **common.TOPOLOGY,
+    "-o --output": arg("FILE.html", "the page to write", required=True),
+    "--from": arg("SYSTEM", "the file is another system's; see `rampup check`", dest="system"),
+}
 
 
-def run(args: argparse.Namespace, console: object) -> Result:
+def plot(args: argparse.Namespace) -> Result:
     """Draw a picture into a file."""
     from rampup.show import figures
 
@@ -44,7 +58,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
         figures.draw_runs(inputs.read_runs(), output, **size)
     else:
         config = inputs.read_config()
-        plan = rampup.build_plan(config, count_devices(args, config))
+        plan = rampup.build_plan(config, common.count_devices(args, config))
         if kind == "rate":
             figures.draw_rate(plan, learning_rates(config, plan), output, **size)
         elif kind == "timetable":
@@ -52,6 +66,48 @@ def run(args: argparse.Namespace, console: object) -> Result:
         else:
             figures.draw_batch(plan, output, **size)
     return Result(facts={"kind": kind, "output": output}, show=lambda console: console.print(f"wrote {output}", soft_wrap=True))
+
+
+def report(args: argparse.Namespace) -> Result:
+    """Write a page."""
+    found = gather_report(args)
+    size = write_report(found, args.output)
+    facts = {"title": found.title, "notes": list(found.notes), "output": args.output, "bytes": size}
+    facts["prediction"] = None if found.prediction is None else found.prediction._asdict()
+    sentences = () if found.prediction is None else found.prediction.sentences()
+    lines = "\n".join([*sentences, f"wrote {args.output}"])
+    return Result(facts=facts, show=lambda console: console.print(lines, soft_wrap=True))
+
+
+def gather_report(args: argparse.Namespace) -> Report:
+    """Return the content of a report of a configuration, of the folder of a run, or of another system's file."""
+    inputs = parse_inputs(args.sources)
+    topology = common.named_topology(args)
+    if args.system is not None:
+        from rampup.dialects import check_file
+
+        if inputs.config is None:
+            raise usage_error("--from needs another system's file, not the folder of a run", key="from")
+        verdict = check_file(inputs.config, args.system, inputs.overrides)
+        notes = advice(verdict.plan) if isinstance(verdict.plan, RampPlan) else ()
+        return Report(title=Path(inputs.config).name, plan=verdict.plan, notes=notes, verdict=verdict)
+    file = inputs.file
+    run = inputs.read_runs()[0] if inputs.runs and file.is_file() else None
+    if file.is_file() and rl.is_rollout_file(file):
+        settings = rl.load_rollout_config(file, inputs.overrides, environ={} if inputs.runs else common.environment())
+        rollout = rl.build_rollout_plan(settings, common.count_devices(args, settings))
+        return Report(title=inputs.name, plan=rollout, notes=rl.rollout_notes(settings, rollout), config=settings, run=run)
+    config = with_slices(inputs.read_config(), topology)
+    plan = rampup.build_plan(config, common.count_devices(args, config))
+    rates, prediction = learning_rates(config, plan), None
+    if run is not None:
+        # What the steps had: a run that was resumed with another length had another schedule before.
+        planned = rates[plan.learning_rate_clock]
+        had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
+        rates[plan.learning_rate_clock] = lambda step: had[step] if step in had else planned(step)
+        prediction = compare_prediction(inputs.runs[0], config, run)
+    notes = [*advice(plan), *([] if topology is None else [common.describe_topology(topology)])]
+    return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run, prediction=prediction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +137,10 @@ class CliInputs:
         if self.config is None and not self.file.is_file():
             rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
             raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
-        if self.config is not None and is_rollout_file(self.config):
+        if self.config is not None and common.is_rollout_file(self.config):
             rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
             raise ConfigError(rule, path=self.config)
-        return load_config(self.config or self.file, self.overrides, environ={} if self.runs else environment())
+        return load_config(self.config or self.file, self.overrides, environ={} if self.runs else common.environment())
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""
@@ -97,15 +153,7 @@ class CliInputs:
 
 
 def parse_inputs(words: Sequence[str]) -> CliInputs:
-    """Sort words into folders of runs, one configuration, and its settings.
-
-    Raises:
-        ConfigError: nothing is named, two configurations, both kinds, or settings without a configuration.
-
-    Example:
-        >>> parse_inputs(["configs/base.yml", "steps=3"]).overrides
-        ('steps=3',)
-    """
+    """Sort words into folders of runs, or else one configuration and its settings."""
     runs = tuple(path for word in words if (path := as_path(word)).is_dir())
     rest = [word for word in words if not as_path(word).is_dir()]
     overrides = tuple(word for word in rest if "=" in word and not as_path(word).exists())
@@ -123,15 +171,7 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
 
 
 def learning_rates(config: OptimizerKeys, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
-    """Return the configured learning rate with its schedule on each clock, the plan's own clock first.
-
-    Example:
-        >>> from rampup import build_plan
-        >>> config = Config(batch_size_schedule="0:8 80:16", steps=20)
-        >>> rates = learning_rates(config, build_plan(config, 1))
-        >>> round(rates["steps"](10), 6), round(rates["samples"](10), 6)
-        (0.001884, 0.002576)
-    """
+    """Return the configured learning rate with its schedule on each clock, the plan's own clock first."""
     from rampup.lm.train import learning_rate
 
     clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)
