@@ -7,11 +7,13 @@ first used, so planning a run does not import jax.
 from __future__ import annotations
 
 import importlib
+import pkgutil
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and type checkers; a test compares this list with the table below
+if TYPE_CHECKING:  # for editors and type checkers
     from rampup.batch_size.hyperparameters import AdamConstants as AdamConstants
     from rampup.batch_size.hyperparameters import AdamScaling as AdamScaling
     from rampup.batch_size.noise_scale import NoiseEstimate as NoiseEstimate
@@ -89,49 +91,9 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. `train_step` is in the room of data, whose rows its step reads.
-_HOMES = {
-    "rampup.config.build": "build_plan",
-    "rampup.config.load": "load_config",
-    "rampup.config.schema": "Config",
-    "rampup.dialects": "check_command check_file",
-    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning LossWarning MissingDependencyError "
-    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError ResumeWarning",
-    "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
-    "rampup.lm.load": "LoadedRun",
-    "rampup.lm.train": "Run train",
-    "rampup.batch_size.hyperparameters": "AdamConstants AdamScaling",
-    "rampup.plan.mesh_axes": "MeshAxes",
-    "rampup.batch_size.noise_scale": "NoiseEstimate NoiseScale",
-    "rampup.plan.per_device": "RampupBatchManager ramp_from_config",
-    "rampup.plan.plan": "PlanPosition RampPlan",
-    "rampup.plan.ramp": "BatchRamp Phase",
-    "rampup.plan.learning_rate": "Seesaw",
-    "rampup.plan.split": "BatchSplit BatchSplitter",
-    "rampup.plan.pipeline": "Timetable",
-    "rampup.plan.topology": "Topology",
-    "rampup.rl.train": "load",
-    "rampup.rl.plan": "RolloutPlan",
-    "rampup.engine.accumulate": "AccumulatedLoss accumulate multi_steps",
-    "rampup.engine.batch": "Batch",
-    "rampup.engine.check_loss": "LossReport check_loss",
-    "rampup.loop.checkpoint": "CheckpointOptions",
-    "rampup.loop.components": "Component",
-    "rampup.data.batches": "BatchLoader microbatches step_batches stream_batches",
-    "rampup.inspection.inspect": "Inspection inspect",
-    "rampup.loop.loop": "EvalOptions Loop Summary",
-    "rampup.engine.mesh": "BatchAxes make_mesh",
-    "rampup.loop.metrics": "MetricOptions",
-    "rampup.engine.nnx": "merge_model split_model",
-    "rampup.engine.optimizer": "AdamSchedule LearningRate make_optimizer",
-    "rampup.engine.pipeline": "PipelinedLoss",
-    "rampup.engine.state": "TrainState create_state prepare_state",
-    "rampup.engine.step": "EvalStep TrainStep train_step",
-    "rampup.show.progress": "TrainProgress",
-    "rampup.tune.measured_design": "design_ramp",
-    "rampup.tune.topology": "topology_devices",
-}
-_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
+# Where each public name is defined: read from the imports above, so that no name is written twice.
+_SOURCE = (pkgutil.get_data(__name__, "__init__.py") or b"").decode()
+_HOME = {name: module for module, name in re.findall(r"^    from (\S+) import (\w+) as", _SOURCE, re.MULTILINE)}
 _MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", "integrations", "lm", "loop", "plan", "rl",
             "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)

@@ -11,7 +11,7 @@ from rampup.cli.common import CONFIG, DEVICES, Result, arg, read_plan
 from rampup.config import files
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction
-from rampup.plan.timetable import Timetable
+from rampup.plan.pipeline import Timetable
 from rampup.rl.config import ROLLOUT_FILE
 from rampup.show.console import make_table, print_explanation, print_timetable
 from rampup.show.format import format_bytes, format_value

@@ -18,14 +18,13 @@ import numpy as np
 from rampup.inspection.hlo import ASYNC_CALLS, Array, Instruction, Program, Visit, times
 from rampup.plan.topology import Topology
 
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute",
-         "collective-broadcast")  # fmt: skip
+KINDS = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"}
+KINDS |= {"collective-broadcast"}
 # (name, devices) of each axis of a mesh.
 MeshShape = tuple[tuple[str, int], ...]
 # Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
-         "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain",
-         *ASYNC_CALLS}  # fmt: skip
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
+_FREE |= {"partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain", *ASYNC_CALLS}
 _WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "reduce", "sort", "scatter", "gather"}
 # A call of a library's matrix product.
 MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
@@ -121,10 +120,7 @@ class Account:
         return sorted(rows.values(), key=lambda row: -row["bytes"])
 
     def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
-        """Return an estimate of the time of a run on an absent chip.
-
-        It leaves out exchanges between slices, and `kernels`.
-        """
+        """Return an estimate of the time of a run on an absent chip, without exchanges between slices and `kernels`."""
         figures = topology.to_dict()
         computes, moves, exposed, overlapped = ([0.0] * len(self.flops) for _ in range(4))
         for depth, by_type in enumerate(self.flops):
@@ -250,10 +246,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
 def _axes(
     groups: Sequence[np.ndarray], named: tuple[str, ...], own: MeshShape | None, mesh: MeshShape | None
 ) -> tuple[str, ...] | None:
-    """Return the axes along which the devices of a group have different places; `named` and `own` are of the program.
-
-    The devices of the mesh are numbered row by row. Without a mesh, the axes are those that the program names.
-    """
+    """Return the axes along which the devices of a group differ: those that the program names, or else those of the mesh."""
     # Axes that the compiler has made up are called axis_0, axis_1, ...
     known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
     if named and set(named) <= {name for name, _ in known or () if not name.startswith("axis_")}:
@@ -271,9 +264,8 @@ def _axes(
 def _groups(instruction: Instruction, num_devices: int) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
     """Return the groups of devices of a collective, and the axes by name with their mesh if the program states them.
 
-    The three forms of XLA: lists `{{0,1},{2,3}}`, a reshaped range `[2,2]<=[2,2]T(1,0)`, and axes of a mesh
-    `mesh['a'=2,'b'=2] {'a'}`. The pairs of a permutation are lists. `num_devices` are those of the program, for groups that
-    are written as "all".
+    XLA writes lists `{{0,1},{2,3}}`, also the pairs of a permutation, a reshaped range `[2,2]<=[2,2]T(1,0)`, axes of a mesh
+    `mesh['a'=2,'b'=2] {'a'}`, and `{}` for all devices.
     """
 
     def ids_of(shape_text: str, count: int) -> np.ndarray | None:
@@ -334,15 +326,14 @@ def _matmul_flops(instruction: Instruction, operands: Sequence[Instruction], ker
     # The widest type of the two operands, with the precision if it is not the default.
     dtype = max(sides, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype
     precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", text)
-    named = [f" {p}" for p in ("highest", "high") if precision and p in precision.groups()]
-    return number, "".join([dtype, *named[:1]])
+    named = next((f" {p}" for p in ("highest", "high") if precision and p in precision.groups()), "")
+    return number, dtype + named
 
 
 def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
     """Return the FLOPs of a convolution, as which TPU programs write matrix products: batches are spatial dimensions.
 
-    Positions of the kernel that meet padding, or the gaps of a dilated input, are not computed. Source: XLA's
-    `HloCostAnalysis::HandleConvolution`.
+    Positions that meet padding or the gaps of a dilated input are not computed, as in XLA's `HloCostAnalysis`.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     if labels is None:
@@ -368,10 +359,7 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
 
 
 def _memory_bytes(program: Program, instruction: Instruction, operands: Sequence[Instruction]) -> int:
-    """Return the bytes of device memory that an instruction reads and writes. Slices count with what they take.
-
-    In a fusion, an operand that is only sliced counts with the slices, and one that is updated in place with the update.
-    """
+    """Return the bytes that an instruction reads and writes: of a slice what it takes, of an update in place the update."""
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0

@@ -1,9 +1,8 @@
 """A reader of compiled programs: the text of XLA's optimized HLO, of a CPU, GPU or TPU, as instructions that can be walked.
 
-The text is what `compiled.as_text()` returns and what `XLA_FLAGS=--xla_dump_to` writes. Each instruction is visited together
-with how often one run of the program executes it: the trip counts of the loops around it, multiplied. A trip count is what the
-compiler states (`known_trip_count`) or else follows from the loop's condition, as TPU programs need. A loop whose bound is an
-argument of the program, such as rampup's own loop over microbatches, has none: its iterations are the caller's to say.
+Each instruction is visited together with how often a run executes it: the trip counts of the loops around it, multiplied. The
+compiler states one (`known_trip_count`), or it follows from the loop's condition, as TPU programs need. A loop whose bound is
+an argument of the program, such as rampup's own loop over microbatches, has none: its iterations are the caller's to say.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _MESH = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 # Operations that pass a value on unchanged, for finding where it comes from.
-_PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "opt-barrier", "optimization-barrier", "bitcast-convert",
-            "copy-start", "copy-done"}  # fmt: skip
+_PASS_ON = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape", "transpose"}
+_PASS_ON |= {"opt-barrier", "optimization-barrier"}
 
 
 class Array(NamedTuple):
@@ -242,16 +241,13 @@ class Program:
             yield visit
             if instruction.opcode == "while":
                 trips = self.trips(instruction.name, computation.name)
-                body = self.body(instruction)
-                if body is not None:
-                    runs = visit.runs * (1 if trips is None else trips)
-                    open_loops = visit.open_loops + (trips is None)
+                if (body := self.body(instruction)) is not None:
                     loops = (*visit.loops, instruction.name)
-                    yield from self.visits(body, visit._replace(runs=runs, open_loops=open_loops, loops=loops))
+                    more = {"open_loops": visit.open_loops + 1} if trips is None else {"runs": visit.runs * trips}
+                    yield from self.visits(body, visit._replace(loops=loops, **more))
             elif instruction.opcode not in REDUCERS:
-                fused = instruction.opcode == "fusion"
-                in_branch = instruction.opcode == "conditional"
-                inside = visit._replace(fused=visit.fused or fused, in_branch=visit.in_branch or in_branch)
+                in_branch = visit.in_branch or instruction.opcode == "conditional"
+                inside = visit._replace(fused=visit.fused or instruction.opcode == "fusion", in_branch=in_branch)
                 for name in instruction.called:
                     if name in self.computations:
                         yield from self.visits(self.computations[name], inside)
@@ -301,10 +297,8 @@ _CALLS = {"fusion", "call", "conditional"}
 # Starts of operations that run asynchronously, as computations of their own.
 ASYNC_CALLS = {"async-start", "call-start"}
 # Operations whose computation works on single numbers.
-REDUCERS = {
-    "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "all-reduce-start",
-    "reduce-scatter",
-}  # fmt: skip
+REDUCERS = {"reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
+REDUCERS |= {"all-reduce", "all-reduce-start", "reduce-scatter"}
 
 
 def loop_parts(loop: Instruction) -> tuple[str, str]:
@@ -315,14 +309,12 @@ def loop_parts(loop: Instruction) -> tuple[str, str]:
 
 
 def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
-    """Return how often something is executed in all.
+    """Return how often something is executed in all: `runs` in one iteration of the `open_loops`, whose bound is an argument.
 
-    `runs` are the executions in one iteration of the `open_loops`, those whose bound is an argument. `loop_trips` are the
-    iterations of these loops, from outside in. Deeper ones count once.
+    `loop_trips` are the iterations of these loops, from outside in; deeper ones count once.
 
-    Example:
-        >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
-        (16, 33, 5, 16)
+    >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
+    (16, 33, 5, 16)
     """
     return runs * math.prod(loop_trips[:open_loops])
 

@@ -1,7 +1,6 @@
 """Inspect any compiled step, a jitted function or the text of a program: its communication, its sums and its memory.
 
-The facts are read from the compiler's own program (`rampup.inspection.hlo`): which gradients are reduced, how often, in which
-type they are summed, what is not donated. So they hold for GSPMD, `shard_map` and explicit sharding alike.
+The facts are read from the compiler's own program, so they hold for GSPMD, `shard_map` and explicit sharding alike.
 """
 
 from __future__ import annotations
@@ -55,42 +54,24 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """The facts about a program. All numbers are of one device and one run of the program.
+    """The facts about a program. All numbers are of one device and one run of the program."""
 
-    Attributes:
-        num_devices: devices of the program.
-        loop_trips: iterations of the loops whose bound is an argument, as given.
-        account: collectives, FLOPs and memory traffic.
-        gradient_reductions: the collectives that reduce gradients over the replicas.
-        repeated_reductions: those of them that run in every iteration of a loop that accumulates.
-        repeated_bytes: bytes that they reduce in one iteration of that loop.
-        accumulators: arrays that loops add to.
-        optimizer_updates: how often a run replaces the training state, or None if it returns none.
-        uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch.
-        num_donated, donated_bytes: arguments whose memory results take over.
-        not_donated: arguments whose memory a result could take over, the largest first.
-        f32_matmuls: FLOPs of matrix products with float32 operands, by precision.
-        host_transfers: exchanges with the host, and whether they are in a loop.
-        memory: memory of a device, or None for a program's text.
-        findings: remarks, in sentences.
-    """
-
-    num_devices: int
-    loop_trips: tuple[int, ...]
-    account: Account
-    gradient_reductions: tuple[Collective, ...]
-    repeated_reductions: tuple[Collective, ...]
-    repeated_bytes: int
-    accumulators: tuple[Accumulator, ...]
-    optimizer_updates: int | None
-    uses_multi_steps: bool
-    num_donated: int
-    donated_bytes: int
-    not_donated: tuple[Buffer, ...]
-    f32_matmuls: Mapping[str, int]
-    host_transfers: tuple[tuple[str, bool], ...]
-    memory: ProgramMemory | None = None
-    findings: tuple[str, ...] = ()
+    num_devices: int  #: devices of the program
+    loop_trips: tuple[int, ...]  #: iterations of the loops whose bound is an argument, as given
+    account: Account  #: collectives, FLOPs and memory traffic
+    gradient_reductions: tuple[Collective, ...]  #: the collectives that reduce gradients over the replicas
+    repeated_reductions: tuple[Collective, ...]  #: those of them that run in every iteration of a loop that accumulates
+    repeated_bytes: int  #: bytes that they reduce in one iteration of that loop
+    accumulators: tuple[Accumulator, ...]  #: arrays that loops add to
+    optimizer_updates: int | None  #: how often a run replaces the training state, or None if it returns none
+    uses_multi_steps: bool  #: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch
+    num_donated: int  #: arguments whose memory results take over
+    donated_bytes: int  #: their bytes
+    not_donated: tuple[Buffer, ...]  #: arguments whose memory a result could take over, the largest first
+    f32_matmuls: Mapping[str, int]  #: FLOPs of matrix products with float32 operands, by precision
+    host_transfers: tuple[tuple[str, bool], ...]  #: exchanges with the host, and whether they are in a loop
+    memory: ProgramMemory | None = None  #: memory of a device, or None for a program's text
+    findings: tuple[str, ...] = ()  #: remarks, in sentences
 
     @property
     def reduces_once(self) -> bool:
@@ -279,18 +260,17 @@ def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, 
 
 
 def _read(source: str | Path) -> str:
-    text = str(source)
     if isinstance(source, str) and "\n" in source:
         return source
-    path = Path(text)
+    path = Path(source)
     if not path.is_file():
-        raise DataError(f"there is no file {text[:200]}")
+        raise DataError(f"there is no file {str(source)[:200]}")
     if path.stat().st_size > MAX_TEXT_BYTES:
-        raise DataError(f"{text} has {path.stat().st_size:,} bytes; a program's text of at most {MAX_TEXT_BYTES:,} is read")
+        raise DataError(f"{source} has {path.stat().st_size:,} bytes; a program's text of at most {MAX_TEXT_BYTES:,} is read")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{text} is not text; write it with `compiled.as_text()`") from error
+        raise DataError(f"{source} is not text; write it with `compiled.as_text()`") from error
 
 
 def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
@@ -415,11 +395,11 @@ def _findings(found: Inspection) -> Iterator[str]:
             + (f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else "")
         )
     elif found.repeated_reductions:
-        bytes_, other = found.repeated_bytes, num_bytes(once)
+        other = num_bytes(once)
         where = _describe_axes(found.repeated_reductions)
-        arrays = sum(len(c.shapes) for c in found.repeated_reductions)
-        yield f"{arrays} gradients ({bytes_:,} bytes) are reduced{where} in every microbatch, inside the loop that adds them up"
-        if any(not c.has_numbers_only for c in once) and other > bytes_ / 100:
+        arrays = f"{sum(len(c.shapes) for c in found.repeated_reductions)} gradients ({found.repeated_bytes:,} bytes)"
+        yield f"{arrays} are reduced{where} in every microbatch, inside the loop that adds them up"
+        if any(not c.has_numbers_only for c in once) and other > found.repeated_bytes / 100:
             names = []
             for c in found.repeated_reductions[:_LISTED]:
                 shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
@@ -433,8 +413,7 @@ def _findings(found: Inspection) -> Iterator[str]:
     elif found.gradient_reductions:
         how = "in every iteration of the loop with the optimizer" if (found.optimizer_updates or 0) > 1 else "once"
         yield f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)} {how}; no loop accumulates"
-    narrow = sorted({a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")})
-    if narrow:
+    if narrow := sorted({a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")}):
         yield f"gradients are summed in {' and '.join(narrow)}, which loses small ones after some hundred microbatches"
     if found.optimizer_updates is not None and found.optimizer_updates > 1:
         yield f"the training state is replaced {found.optimizer_updates} times in a run: the optimizer runs inside a loop"
@@ -443,10 +422,9 @@ def _findings(found: Inspection) -> Iterator[str]:
         missing = sum(buffer.num_bytes for buffer in found.not_donated)
         more = f" and {len(found.not_donated) - _LISTED} more" if len(found.not_donated) > _LISTED else ""
         yield f"{missing:,} bytes of arguments are not donated although results could take their place: {names}{more}"
-    all_flops = sum(found.account.total_flops(found.loop_trips).values())
-    f32 = sum(found.f32_matmuls.values())
-    if f32:
-        yield f"{f32 / all_flops:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
+    if f32 := sum(found.f32_matmuls.values()):
+        share = f32 / sum(found.account.total_flops(found.loop_trips).values())
+        yield f"{share:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
     for inside, start in ((True, "inside a loop the program"), (False, "the program")):
         if what := sorted({what for what, in_loop in found.host_transfers if in_loop == inside}):
             yield f"{start} exchanges data with the host: {', '.join(what)}"

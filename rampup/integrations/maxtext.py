@@ -1,12 +1,9 @@
 """MaxText's pre-training through a whole batch ramp in one executable: `python -m rampup.integrations.maxtext base.yml ...`.
 
 MaxText's own `main` runs, with MaxText's own keys. `install` replaces three of its names: the manager of the ramp, the loader
-of batches, and the function that accumulates gradients. Every batch has the shape of the final one. Rows that a batch does not
-have are padding without targets, and microbatches of nothing but padding are not run.
-
-Two designs with one result take the place of MaxText's `gradient_accumulation_loss_and_grad`. They read the number of
-microbatches from the batch, as a traced number, so one executable serves every batch size: it ends with the last microbatch
-that has a target.
+of batches, and the function that accumulates gradients, for which there are two designs with one result. Every batch has the
+shape of the final one; rows that it does not have are padding without targets. One executable serves every batch size, as the
+number of microbatches is traced: up to the last one that has a target.
 
 Shape suffixes: K microbatches, R rows of one.
 """
@@ -62,23 +59,11 @@ NEEDED = {
     "load_full_state_path": ("", "the place in the ramp follows from the checkpoints of the run itself"),
 }
 # Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and `fsdp` as the only axes, too.
-ACCUMULATED = {
-    "shard_mode": "auto",
-    "attention": "dot_product",
-    "shard_optimizer_over_data": False,
-    "num_experts": 1,
-    "mtp_num_layers": 0,
-    "use_indexer": False,
-    "num_vocab_tiling": 1,
-    "quantization": "",
-    "dropout_rate": 0.0,
-    "use_multimodal": False,
-    "use_qk_clip": False,
-    "record_internal_nn_metrics": 0,
-    "parameter_memory_host_offload": False,
-    "z_loss_multiplier": 0.0,
-}
-AUXILIARY = {"num_experts": 1, "mtp_num_layers": 0, "use_indexer": False}
+ACCUMULATED = {"shard_mode": "auto", "attention": "dot_product", "shard_optimizer_over_data": False, "num_experts": 1}
+ACCUMULATED |= {"mtp_num_layers": 0, "use_indexer": False, "num_vocab_tiling": 1, "quantization": "", "dropout_rate": 0.0}
+ACCUMULATED |= {"use_multimodal": False, "use_qk_clip": False, "record_internal_nn_metrics": 0, "z_loss_multiplier": 0.0}
+ACCUMULATED |= {"parameter_memory_host_offload": False}
+AUXILIARY = {key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")}
 # What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
 LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")
 MEANS = (*LOSSES, "moe_max_load_ratio_mean")
@@ -217,9 +202,8 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
 def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
     """Return the design of the gradients, `loop` or `accumulate`, and why."""
     others = [name for name, size in mesh.shape.items() if size > 1 and name not in ("data", "fsdp")]
-    keys = [
-        f"{key}={value_of(config, key)}" for key, needed in ACCUMULATED.items() if (value_of(config, key) or needed) != needed
-    ]
+    values = {key: value_of(config, key) for key in ACCUMULATED}
+    keys = [f"{key}={value}" for key, value in values.items() if (value or ACCUMULATED[key]) != ACCUMULATED[key]]
     if mesh.shape.get("data", 1) == 1:
         return "loop", "the data axis has one device, so there is no reduction to save"
     if config.global_batch_size_to_load != config.global_batch_size_to_train_on:

@@ -40,12 +40,7 @@ except ImportError as error:
 
 
 def num_microbatches(plan: RampPlan, steps: int | None = None) -> int:
-    """Return the microbatches of the first optimizer steps of a plan, by default of all: `max_steps` of Tunix's trainer.
-
-    Args:
-        plan: the plan.
-        steps: optimizer steps.
-    """
+    """Return the microbatches of the first optimizer steps of a plan, by default of all: `max_steps` of Tunix's trainer."""
     steps = plan.total_steps if steps is None else steps
     number = 0
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
@@ -65,12 +60,10 @@ def locate(plan: RampPlan, microbatch: int) -> tuple[int, int]:
 
 
 class DataHooks(hooks.DataHooks):
-    """Gives Tunix's trainer the rows of the microbatch that it has reached. A resumed trainer reads no row that it has seen.
+    """Gives Tunix's trainer the rows of the microbatch that it has reached; see `rampup.microbatches` for most arguments.
 
-    Args:
-        rows, plan, mesh, seed, num_epochs: see `rampup.microbatches`.
-        eval_batches: batches of an evaluation, which begins at the first one each time. The trainer evaluates if its `train`
-            also gets an `eval_ds` that is not empty: give it the same batches.
+    Each evaluation begins with the first of the `eval_batches`. The trainer evaluates if its `train` also gets an `eval_ds`
+    that is not empty: give it the same batches.
     """
 
     def __init__(
@@ -106,29 +99,15 @@ class DataHooks(hooks.DataHooks):
         """Return the next batch of an evaluation, or None after the last one."""
         self._eval = iter(self.eval_batches) if self._eval is None else self._eval
         batch = next(self._eval, None)
-        if batch is None:
-            self._eval = None
+        self._eval = None if batch is None else self._eval
         return batch
 
 
 def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> DataHooks:
-    """Give a `PeftTrainer` the rows of a plan, and place its state on the mesh, so that its step is compiled once.
+    """Give a `PeftTrainer` the rows of a plan in hooks, which are returned, and replicate its arrays on the mesh.
 
     Call it after the trainer is made, which restores a checkpoint if there is one, and before `trainer.train(())`, which must
-    run inside `with mesh:`. The hooks replace the data set of `train`.
-
-    Args:
-        trainer: the trainer, with the optimizer `rampup.multi_steps(tx, plan)`.
-        rows, plan, mesh: see `rampup.microbatches`. Arrays that are not yet on the mesh are replicated on it.
-        options: of `DataHooks`.
-
-    Returns:
-        The hooks that the trainer now has.
-
-    Raises:
-        ConfigError: the trainer accumulates by itself, its optimizer has the microbatches of another plan, or `max_steps` does
-            not count this plan's microbatches.
-        ResumeMismatchError: the restored optimizer is not where this plan is after as many microbatches.
+    run inside `with mesh:`. A trainer that would train otherwise than the plan is refused.
     """
     check_plan_fits(plan, mesh)
     total = num_microbatches(plan)
@@ -145,10 +124,8 @@ def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any)
     around = [step for phase in plan.ramp.phases for step in (phase.start_step - 1, phase.start_step) if step >= 0]
     wanted = [plan.position(step).split.num_microbatches for step in around]
     if not isinstance(tx, optax.MultiSteps) or [int(every(jnp.int32(step))) for step in around] != wanted:
-        text = (
-            "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same plan, which ends a step when the global"
-        )
-        raise ConfigError(f"{text} batch is complete", key="optimizer")
+        rule = "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same plan"
+        raise ConfigError(f"{rule}, which ends a step when the global batch is complete", key="optimizer")
     if trainer.iter_steps:
         state = trainer.optimizer.opt_state
         found = (int(state.gradient_step[...]), int(state.mini_step[...]))

@@ -40,25 +40,15 @@ TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "m
 WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
 BATCH = {"global_batch_size": TITLES["global_batch_size"]}
 SPLIT = {name: TITLES[name] for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")}
-_HYPERPARAMETERS = {
-    "learning_rate_scale": TITLES["learning_rate_scale"],
-    "learning_rate": "learning\nrate",
-    "peak_learning_rate": "peak\nrate",
-    "adam_b1": "b1",
-    "adam_b2": "b2",
-    "adam_b2_half_life_tokens": "half life\ntokens",
-    "adam_eps": "eps",
-    "adam_weight_decay": "weight\ndecay",
-}
+_HYPERPARAMETERS = {"learning_rate_scale": TITLES["learning_rate_scale"], "learning_rate": "learning\nrate"}
+_HYPERPARAMETERS |= {"peak_learning_rate": "peak\nrate", "adam_b1": "b1", "adam_b2": "b2"}
+_HYPERPARAMETERS |= {"adam_b2_half_life_tokens": "half life\ntokens", "adam_eps": "eps", "adam_weight_decay": "weight\ndecay"}
 _COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
 _KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
 
 
-def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str | Text]] = (), *, left: int = 0) -> Table:
-    """Return a table. In a terminal it has a line below the titles.
-
-    The first `left` columns are text, aligned left and folded if need be. The others are numbers.
-    """
+def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 0) -> Table:
+    """Return a table. The first `left` columns are text, aligned left and folded if need be, the others numbers."""
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
@@ -79,7 +69,7 @@ def print_facts(facts: Mapping[str, Any], console: Console) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, Text(format_value(value)))
+        table.add_row(name, format_value(value))
     console.print(table)
 
 
@@ -90,10 +80,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES) -> None:
-    """Print a plan: a summary, its phases, evaluation and notes.
-
-    If there are more phases than `max_phases`, the middle ones are left out and counted. None prints all.
-    """
+    """Print a plan: a summary, its phases, evaluation and notes. Of more phases than `max_phases`, the middle is counted."""
     for sentence in describe.summary(plan):
         console.print(sentence)
     pipeline = plan.splitter.num_stages > 1
@@ -113,8 +100,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
 
     layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
     _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
-    if plan.eval_split:
-        split = plan.eval_split
+    if split := plan.eval_split:
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
     if (loading := describe.loading(plan)) is not None:
         console.print(f"loading: {loading}")
@@ -122,10 +108,13 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
         for choice in plan.pipeline_candidates[:MAX_CHOICES]:
-            sizes = map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size))
+            numbers = (
+                f"{choice.num_pipeline_microbatches:,}",
+                f"{choice.microbatch_size:,}",
+                f"{float(choice.bubble_fraction):.3f}",
+            )
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
-            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
+            choices.add_row(*numbers, time, "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size))
         console.print(choices)
     print_notes(describe.advice(plan), console)
 
@@ -133,7 +122,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
 def print_hyperparameters(
     plan: RampPlan, rows: Sequence[Mapping[str, float]], console: Console, *, max_phases: int | None = MAX_PHASES
 ) -> None:
-    """Print the hyperparameters of every phase; `rows` has them by key. See `print_plan` for the other arguments."""
+    """Print the hyperparameters of every phase; `rows` has them by key."""
     titles = {name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]}
     rates = {name: title for name, title in titles.items() if "rate" in name}
     others = {name: title for name, title in titles.items() if name not in rates}
@@ -158,15 +147,9 @@ def print_comparison(
     *,
     max_phases: int | None = MAX_PHASES,
 ) -> None:
-    """Print two plans side by side: the keys that differ, the totals, and the phases.
-
-    Args:
-        plans, names: the two plans and their names.
-        changed: the keys that differ, each with its value in `a` and in `b`.
-        console, max_phases: see `print_plan`.
-    """
+    """Print two plans side by side: the keys that differ, each with its value in `a` and in `b`, the totals, and the phases."""
     console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
-    settings = [(name, *(Text(_format_setting(values[which])) for which in "ab")) for name, values in changed.items()]
+    settings = [(name, *(_format_setting(values[which]) for which in "ab")) for name, values in changed.items()]
     console.print(make_table(console, ["key", "a", "b"], settings, left=1) if changed else "all keys are the same")
     facts = [{**plan.to_dict(), "consumed_samples": plan.consumed_samples} for plan in plans]
     pairs = {name: [fact[name] for fact in facts] for name in (*_COMPARED, "consumed_samples")}
@@ -192,13 +175,9 @@ def print_comparison(
 
 
 def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
-    """Print a token budget: steps of the ramp, steps of its first and last batch kept constant, and time.
+    """Print the result of `token_budget`: steps, those of the first and last batch kept constant, and time.
 
-    Args:
-        budget: the result of `token_budget`.
-        plan: the plan of the ramp, whose steps are compared with those of the budget.
-        console: where it is printed.
-        measured: the global batch sizes whose throughput is known.
+    `measured` has the global batch sizes whose throughput is known.
     """
     tokens = budget["tokens"]
     steps = budget["steps"]
@@ -209,10 +188,11 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
         "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
     }
-    if is_constant := first == final == max(plan.ramp.sizes):
+    kept = [("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"])]
+    if first == final == max(plan.ramp.sizes):
         rows["a ramp"] = "none: the batch is the same throughout"
-    kept = (("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"]))
-    for name, size, constant in () if is_constant else kept:
+        kept = []
+    for name, size, constant in kept:
         difference = steps - constant
         compared = "the ramp takes as many"
         if difference:
@@ -224,11 +204,9 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         sizes = list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
         rows["time"] = f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
-        unknown = [size for size in sizes if size not in measured]
+        unknown = sum(size not in measured for size in sizes)
         if unknown and len(measured) > 1:
-            rows["not measured"] = (
-                f"{len(unknown):,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
-            )
+            rows["not measured"] = f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
     if plan.total_steps != steps:
         consumed = f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,} tokens"
         rows["this configuration"] = f"{consumed}; for the budget set steps={steps}"
@@ -262,7 +240,7 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
 
 def print_timetable(table: Timetable, console: Console) -> None:
     """Print a pipeline timetable: a row per stage, a column per tick, in blocks that fit the width, and the totals."""
-    rows: list[list[tuple[str, str]]] = []
+    rows = list[list[tuple[str, str]]]()
     for stage in range(table.num_stages) if table.num_ticks <= MAX_TICKS else ():
         cells = [("..", "dim")] * table.num_ticks
         for operation in table.of_stage(stage):
@@ -306,21 +284,15 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     from rampup.config.files import yaml_value
 
     default = yaml_value(explained["default"])
-    behavior = explained["maxtext_default"]
     if explained["value_in_file"] != explained["default"]:
         default += f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
+    behavior = explained["maxtext_default"]
     maxtext = f"{explained['maxtext_name']}, default {behavior}"
     if explained["maxtext_name"] is None:
         maxtext = "has no such key" + (f"; it does {behavior}" if behavior else "")
-    facts = {
-        explained["key"]: explained["meaning"],
-        "legal": explained["legal"],
-        "unit": explained["unit"],
-        "default": default,
-        "MaxText": maxtext,
-        "file": f"{explained['file']}, section {explained['section']}",
-        "interacts with": ", ".join(explained["interacts"]),
-    }
+    facts = {explained["key"]: explained["meaning"], "legal": explained["legal"], "unit": explained["unit"]}
+    facts |= {"default": default, "MaxText": maxtext, "file": f"{explained['file']}, section {explained['section']}"}
+    facts["interacts with"] = ", ".join(explained["interacts"])
     print_facts({name: value for name, value in facts.items() if value}, console)
 
 
@@ -355,8 +327,7 @@ def _print_phases(
 ) -> None:
     """Print a number of phases in the tables of the first layout that is narrow enough, or else of the last.
 
-    Each table has its columns with their titles, and `cell` gives the text of a phase in a column. If there are more phases
-    than `most`, the middle ones are counted below.
+    Each table has its columns with their titles, and `cell` gives the text of a phase in a column.
     """
     hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
     for layout in layouts:
@@ -401,10 +372,7 @@ def operation_label(operation: Operation, num_repeats: int) -> str:
 
 
 def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()) -> None:
-    """Print a step of reinforcement learning in its order, of the last stage: generate, train, sync, evaluate and store.
-
-    If the batch grows, print the sizes of every stage before it.
-    """
+    """Print the sizes of every stage of a batch that grows, and a step of reinforcement learning of the last one."""
     plan, stages = schedule.stages[-1][1], schedule.stage_rows()
     sizes = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = {plan.samples_per_step:,} samples"
     steps = format_count(plan.num_steps, "step")
@@ -440,10 +408,9 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
     for model, rows in {each.model: each.padded_samples for each in plan.order if each.padded_samples}.items():
         console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})")
     if stored := plan.to_dict()["experience"]:
-        per_sample = f"stored experience: {stored['bytes_per_sample']:,} bytes per sample at full length"
-        step = format_bytes(stored["bytes_per_step"])
-        replica = format_bytes(stored["bytes_per_replica"])
-        console.print(f"{per_sample}, {step} per step, {replica} per replica")
+        step, replica = (format_bytes(stored[f"bytes_per_{what}"]) for what in ("step", "replica"))
+        per_sample = f"{stored['bytes_per_sample']:,} bytes per sample at full length"
+        console.print(f"stored experience: {per_sample}, {step} per step, {replica} per replica")
     print_notes(notes, console)
 
 
@@ -458,10 +425,8 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
-        console.print(
-            f"training state: {memory['state_gib']:,.1f} GiB, at least {format_count(memory['least_devices'], 'device')} of "
-            f"{memory['device_gib']:,g} GiB, which leaves {memory['free_gib_per_device']:,.1f} GiB on each for activations and "
-            "generation"
-        )
+        state = f"{memory['state_gib']:,.1f} GiB, at least {format_count(memory['least_devices'], 'device')}"
+        free = f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and generation"
+        console.print(f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves {free}")
     for note in suggestion.notes:
         console.print(f"- {note}")

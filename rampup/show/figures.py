@@ -1,7 +1,6 @@
-"""Pictures, drawn by matplotlib for files, notebooks and reports. Matplotlib is imported when one is drawn.
+"""Pictures by matplotlib, which is imported when one is drawn; pyplot's figures and backend are not touched.
 
-Every `draw_*` function returns its figure and writes a file if it is given one. None of them touches pyplot's figures or its
-backend. `svg_element` turns a figure into a part of an HTML page.
+Every `draw_*` function returns its figure and writes a file if it is given one.
 """
 
 from __future__ import annotations
@@ -65,28 +64,17 @@ PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
 TICK_LETTERS = 9
 UNIT_LABELS = {"samples": "samples consumed", "steps": "optimizer steps"}
 FORMATS = (".png", ".svg", ".pdf")
-LETTERS_PER_INCH = 12.5
 MAX_BANDS = 40
 MAX_WRITTEN = 12
-# The number of a phase is written if the phase takes this share of the axes.
-LEAST_LABELLED = 0.035
 MAX_OPERATIONS = 5_000
-UNIT_INCHES = 0.28
 MARGIN_INCHES = 1.2
-MAX_TIMETABLE_INCHES = 24.0
-LETTER_INCHES = 0.075
-MIB = 2**20
 # What is higher than this many times the limit, or the usual, would make the others too flat to read.
 FAR_ABOVE = 4
 MAX_RUNS = 12
 
 
 def import_matplotlib(name: str) -> Any:
-    """Import a module of matplotlib.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Import a module of matplotlib."""
     try:
         importlib.import_module("matplotlib")
         return importlib.import_module(f"matplotlib.{name}")
@@ -100,7 +88,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
     Args:
         plan: the plan.
         path: a file whose suffix gives its format (.png, .svg, .pdf); None only returns the figure.
-        width: of the picture, in inches; below 7, all panels are in one column.
+        width: in inches; below 7, all panels are in one column.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -117,7 +105,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
         over_samples, over_steps = left.subplots(2, 1)
         bars = right.subplots(1 + pipeline, 1, squeeze=False)[:, 0]
     # A title over the whole figure, in as many lines as its width needs.
-    lines = textwrap.wrap(summary(plan)[1], int(figure.get_figwidth() * LETTERS_PER_INCH))
+    lines = textwrap.wrap(summary(plan)[1], int(12.5 * figure.get_figwidth()))
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     _panel_batch(over_samples, phases, "samples", total=plan.consumed_samples)
     _panel_batch(over_steps, phases, "steps", total=plan.total_steps)
@@ -139,10 +127,7 @@ def draw_rate(
     Args:
         plan: the plan.
         rates: from a clock to the learning rate of an optimizer step on it.
-        path, width: see `draw_batch`.
-
-    Raises:
-        RampupError: see `draw_batch`.
+        path, width: and what is raised: see `draw_batch`.
     """
     narrow = width < NARROW
     figure = new_figure(width, 6.4 if narrow else 3.6)
@@ -155,14 +140,9 @@ def draw_rate(
 
 
 def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
-    """Draw loss, batch size and tokens per second of one or several runs over the samples that they consumed.
+    """Draw loss, batch size and tokens per second of up to 12 runs, a line each, over the samples that they consumed.
 
-    Args:
-        runs: the runs, one line each.
-        path, width: see `draw_batch`.
-
-    Raises:
-        RampupError: there is no run, or too many, or see `draw_batch`.
+    For `path`, `width` and what is raised see `draw_batch`.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
@@ -192,12 +172,9 @@ def draw_memory(
 
     Args:
         rows: pairs (microbatch size, bytes); None bytes are too many to count and are not drawn.
-        path, width: see `draw_batch`.
+        path, width: and what is raised: see `draw_batch`.
         limit_bytes: usable memory of a device, drawn as a line; None = unknown. Bars above it are hatched, and of those far
             above it only the smallest size is drawn.
-
-    Raises:
-        RampupError: no rows, a size below 1 or negative bytes, or see `draw_batch`.
     """
     pairs = sorted((size, number) for size, number in rows if number is not None)
     if limit_bytes is not None:
@@ -210,7 +187,7 @@ def draw_memory(
     figure = new_figure(width, 3.6)
     axes = figure.subplots()
     most = max([number for _, number in pairs] + [limit_bytes or 0])
-    unit, name = (GIB, "GiB") if (limit_bytes or most) >= GIB else (MIB, "MiB")
+    unit, name = (GIB, "GiB") if (limit_bytes or most) >= GIB else (2**20, "MiB")
     prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
@@ -230,23 +207,16 @@ def draw_memory(
 
 
 def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: float | None = None) -> Any:
-    """Draw a pipeline timetable: a row per stage, a bar per operation.
+    """Draw a pipeline timetable: a row per stage, a bar per operation; by default as wide as its texts need.
 
-    Args:
-        table: the timetable.
-        path: see `draw_batch`.
-        width: of the picture, in inches; None = as wide as its texts need.
-
-    Raises:
-        RampupError: the timetable is too large to be read, or see `draw_batch`.
+    For `path`, `width` and what is raised see `draw_batch`. A timetable that is too large to be read is refused, too.
     """
     if len(table.operations) > MAX_OPERATIONS:
-        raise ConfigError(
-            f"{len(table.operations):,} operations are too many to draw; the most is {MAX_OPERATIONS:,}", key="microbatches"
-        )
+        problem = f"{len(table.operations):,} operations are too many to draw; the most is {MAX_OPERATIONS:,}"
+        raise ConfigError(problem, key="microbatches")
     span, stages = float(table.makespan), table.num_stages
     if width is None:
-        width = max(min(MARGIN_INCHES + UNIT_INCHES * span, MAX_TIMETABLE_INCHES), MIN_WIDTH + 2)
+        width = max(min(MARGIN_INCHES + 0.28 * span, 24.0), MIN_WIDTH + 2)
     figure = new_figure(width, 1.6 + 0.45 * stages)
     axes = figure.subplots()
     prepare(axes, x="time, in the unit of the costs", y="stage", from_zero=False)
@@ -262,7 +232,7 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
         bar = rectangle((start, operation.stage - 0.45), length, 0.9, facecolor=face, hatch=hatch, edgecolor=INK, linewidth=0.5)
         axes.add_patch(bar)
         text = operation_label(operation, table.num_repeats)[1:]
-        if length * per_unit >= LETTER_INCHES * len(text):
+        if length * per_unit >= 0.075 * len(text):
             behind = {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
             axes.text(start + length / 2, operation.stage, text, ha="center", va="center", fontsize=7, color=ink, bbox=behind)
     kinds = {operation.kind for operation in table.operations}
@@ -309,14 +279,9 @@ def run_panels(run: RunMetrics) -> dict[str, Any]:
 
 
 def svg_element(figure: Any, *, title: str, prefix: str) -> str:
-    """Return a figure as an SVG element for an HTML page.
+    """Return a figure as an SVG element for an HTML page, with a title for screen readers.
 
-    Text stays text, and colours become CSS variables (`CSS_COLORS`).
-
-    Args:
-        figure: the figure.
-        title: of the picture, for screen readers.
-        prefix: makes the identifiers of the picture unique in its page.
+    Text stays text, colours become CSS variables (`CSS_COLORS`), and `prefix` makes the identifiers unique in the page.
     """
     buffer = io.StringIO()
     with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
@@ -346,11 +311,9 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> str:
 def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a width and height in inches."""
     if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ConfigError(
-            f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}",
-            key="width",
-            nearest=(MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH,),
-        )
+        nearest = MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH
+        rule = f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}"
+        raise ConfigError(rule, key="width", nearest=(nearest,))
     return import_matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
 
 
@@ -362,7 +325,7 @@ def _panel(draw: Callable[..., None], *args: Any, **options: Any) -> Any:
 
 
 def save(figure: Any, path: str | Path | None) -> Any:
-    """Return the figure, and write it if there is a path. Its text stays text, in the fonts that publishers take."""
+    """Return the figure, and write it if there is a path."""
     if figure.get_figwidth() < COLUMN:
         for text in figure.findobj(import_matplotlib("text").Text):
             text.set_fontsize(COLUMN_LETTERS * text.get_fontsize())
@@ -419,7 +382,7 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
             axes.axvspan(start, min(end, high), color=SHADE, linewidth=0, zorder=0)
         middle = (start + min(end, high)) / 2
         wide = (min(end, high) - start) / (high - low)
-        if wide >= LEAST_LABELLED and low <= middle <= high:
+        if wide >= 0.035 and low <= middle <= high:
             offset = {"xycoords": ("data", "axes fraction"), "xytext": (0, -2), "textcoords": "offset points"}
             axes.annotate(str(number), (middle, 1), ha="center", va="top", fontsize=8, color=DIM, **offset)
 

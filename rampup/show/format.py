@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 def format_value(value: object) -> str:
     """Format a value: thousands separators for integers, four significant digits for other numbers.
 
-    Example:
-        >>> format_value(1234567), format_value(0.123456), format_value(11060.4), format_value(True), format_value("x")
-        ('1,234,567', '0.1235', '11,060', 'True', 'x')
+    >>> format_value(1234567), format_value(0.123456), format_value(11060.4), format_value(True), format_value("x")
+    ('1,234,567', '0.1235', '11,060', 'True', 'x')
     """
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -23,9 +22,8 @@ def format_value(value: object) -> str:
 def format_si(value: float) -> str:
     """Format a number in few letters, with K, M, B and T for powers of 1,000.
 
-    Example:
-        >>> format_si(1500), format_si(2e12), format_si(0.003), format_si(0), format_si(-2.5e7)
-        ('1.5K', '2T', '0.003', '0', '-25M')
+    >>> format_si(1500), format_si(2e12), format_si(0.003), format_si(0), format_si(-2.5e7)
+    ('1.5K', '2T', '0.003', '0', '-25M')
     """
     for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= factor:
@@ -36,9 +34,8 @@ def format_si(value: float) -> str:
 def format_bytes(number: float) -> str:
     """Format a number of bytes.
 
-    Example:
-        >>> format_bytes(900), format_bytes(1536), format_bytes(17_179_869_184)
-        ('900 bytes', '1.5 KiB', '16 GiB')
+    >>> format_bytes(900), format_bytes(1536), format_bytes(17_179_869_184)
+    ('900 bytes', '1.5 KiB', '16 GiB')
     """
     for unit in ("bytes", "KiB", "MiB"):
         if abs(number) < 1024:
@@ -50,9 +47,8 @@ def format_bytes(number: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Format a number of things; the noun is in the singular.
 
-    Example:
-        >>> format_count(1, "step"), format_count(2000, "step"), format_count(2, "batch")
-        ('1 step', '2,000 steps', '2 batches')
+    >>> format_count(1, "step"), format_count(2000, "step"), format_count(2, "batch")
+    ('1 step', '2,000 steps', '2 batches')
     """
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{plural}"
@@ -61,11 +57,10 @@ def format_count(number: int, noun: str) -> str:
 def describe_split(split: BatchSplit) -> str:
     """Return how a batch is split, in words.
 
-    Example:
-        >>> from rampup.plan.split import BatchSplit
-        >>> describe_split(BatchSplit(global_batch_size=48, data_parallel_size=4, accumulation_steps=6,
-        ...     num_pipeline_microbatches=1, microbatch_size=2))
-        '4 replicas * 6 microbatches * 2 samples'
+    >>> from rampup.plan.split import BatchSplit
+    >>> describe_split(BatchSplit(global_batch_size=48, data_parallel_size=4, accumulation_steps=6,
+    ...     num_pipeline_microbatches=1, microbatch_size=2))
+    '4 replicas * 6 microbatches * 2 samples'
     """
     counts = {"replica": split.data_parallel_size, "microbatch": split.num_microbatches, "sample": split.microbatch_size}
     return " * ".join(format_count(number, noun) for noun, number in counts.items())

@@ -32,17 +32,9 @@ def html_table(
     max_rows: int = MAX_ROWS,
     row_classes: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """Return an HTML table with a column for each key of the first row. None becomes an empty cell.
+    """Return an HTML table of rows that have the same keys, its columns, with CSS classes by row number.
 
-    Args:
-        rows: the rows, all with the same keys.
-        caption: a line above the table.
-        max_rows: if there are more rows, the middle ones are left out and counted.
-        row_classes: CSS classes by row number.
-
-    Example:
-        >>> html_table([{"a": 1, "b": None}]).count("<td")
-        2
+    None becomes an empty cell. Of more rows than `max_rows`, the middle ones are left out and counted.
     """
     if not rows:
         return ""
@@ -62,26 +54,13 @@ def html_table(
 
 
 def html_facts(facts: Mapping[str, object]) -> str:
-    """Return names and values as an HTML table with one row for each.
-
-    Example:
-        >>> "1,000" in html_facts({"steps": 1000})
-        True
-    """
-    rows = "".join(
-        f'<tr><th scope="row" style="{_TEXT}">{html.escape(name)}</th>{_cell(value, _TEXT)}</tr>'
-        for name, value in facts.items()
-    )
-    return f"<table>{rows}</table>"
+    """Return names and values as an HTML table with one row for each."""
+    heads = {f'<th scope="row" style="{_TEXT}">{html.escape(name)}</th>': value for name, value in facts.items()}
+    return f"<table>{''.join(f'<tr>{head}{_cell(value, _TEXT)}</tr>' for head, value in heads.items())}</table>"
 
 
 def html_list(lines: Iterable[str]) -> str:
-    """Return lines of text as an HTML list, or nothing if there are none.
-
-    Example:
-        >>> html_list(["a < b"])
-        '<ul><li>a &lt; b</li></ul>'
-    """
+    """Return lines of text as an HTML list, or nothing if there are none."""
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>" if items else ""
 
@@ -92,11 +71,7 @@ def _cell(value: object, style: str) -> str:
 
 @functools.singledispatch
 def to_html(value: object) -> str:
-    """Return the HTML form of an object.
-
-    Raises:
-        TypeError: the class of the object has none.
-    """
+    """Return the HTML form of an object; a `TypeError` if its class has none."""
     raise TypeError(f"{type(value).__name__} has no HTML form")
 
 
@@ -125,18 +100,12 @@ def _(plan: RolloutPlan) -> str:
 def _(verdict: Verdict) -> str:
     facts = {"system": verdict.system, "validator": verdict.validator, "run": verdict.run}
     derived = {name: value if isinstance(value, int | float) else str(value) for name, value in verdict.derived.items()}
-    violations = [
-        {
-            "rule": v.rule,
-            "keys": ", ".join(v.keys),
-            "what is wrong": v.message,
-            "nearest": ", ".join(map(format_value, v.nearest)),
-            "found by": v.found_by,
-        }
-        for v in verdict.violations
-    ]
+    names = ("rule", "keys", "what is wrong", "nearest", "found by")
+    broken = (
+        (v.rule, ", ".join(v.keys), v.message, ", ".join(map(format_value, v.nearest)), v.found_by) for v in verdict.violations
+    )
     tables = {
-        "what is wrong": html_table(violations),
+        "what is wrong": html_table([dict(zip(names, values, strict=True)) for values in broken]),
         "what the file means": html_table([asdict(meaning) for meaning in verdict.meanings]),
         "what follows": html_facts(derived) if derived else "",
         "phases": html_table(verdict.phases or ()),

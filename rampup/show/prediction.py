@@ -92,16 +92,7 @@ def write_prediction(folder: Path, config: Config, design: Mapping[str, Any]) ->
 
 
 def compare_prediction(folder: Path, config: Config, run: RunMetrics) -> Comparison | None:
-    """Return the prediction in the folder of a run beside its metrics, or None if there is none.
-
-    Args:
-        folder: the folder.
-        config: the configuration that the run was last started with.
-        run: the metrics of the run.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return the prediction in the folder of a run beside its metrics, or None; `config` is what it was last started with."""
     file = folder / PREDICTION_FILE
     if not file.exists():
         return None
@@ -114,12 +105,13 @@ def compare_prediction(folder: Path, config: Config, run: RunMetrics) -> Compari
 
 def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comparison:
     own, length = config.to_dict(), int(design["tokens_per_sample"])
-    different = []
-    for candidate in design["candidates"]:
+
+    def changes_from(candidate: Mapping[str, Any]) -> list[str]:
         expected = {**design["config"], **candidate["settings"]}
-        changes = [f"{key}={own.get(key)}, predicted for {value}" for key, value in expected.items() if own.get(key) != value]
-        different.append((len(changes), changes, candidate))
-    _, changes, candidate = min(different, key=lambda each: each[0])
+        return [f"{key}={own.get(key)}, predicted for {value}" for key, value in expected.items() if own.get(key) != value]
+
+    candidate = min(design["candidates"], key=lambda each: len(changes_from(each)))
+    changes = changes_from(candidate)
     # A run that was resumed may have had other batches before.
     starts = [tokens // length for tokens in candidate["start_tokens"]]
     batches = candidate["sizes"]
@@ -169,8 +161,7 @@ def _is_inside(row: Mapping[str, Any]) -> bool | None:
         low = high = row["measured"]
     if None in (low, row["low"]):
         return None
-    most, high = (math.inf if end is None else end for end in (row["high"], high))
-    return bool(low <= most and row["low"] <= high)
+    return bool((row["high"] is None or low <= row["high"]) and (high is None or row["low"] <= high))
 
 
 def _number(value: Any) -> float | None:

@@ -35,12 +35,8 @@ class TerminalBar(Progress):
     line = ""
 
     def __init__(self, console: Console) -> None:
-        columns = (
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]} left"),
-        )
-        super().__init__(*columns, console=console, expand=True)
+        done, left = map(TextColumn, ("{task.completed:,.0f}/{task.total:,.0f} samples", "{task.fields[left]} left"))
+        super().__init__(done, BarColumn(bar_width=None), left, console=console, expand=True)
         self._task = self.add_task("train", total=0, left="?", visible=False)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -117,7 +113,7 @@ class TrainProgress:
         plan: not needed: every loop reports it.
         log_period: steps between lines if there is no bar.
         quiet: print nothing.
-        resume_options: options to add to the command that resumes the run, for a run of `rampup train`.
+        resume_options: of the command that resumes a run of `rampup train`.
     """
 
     def __init__(
@@ -129,8 +125,8 @@ class TrainProgress:
         quiet: bool = False,
         resume_options: str = "",
     ) -> None:
-        default = Console(highlight=False, markup=False, force_terminal=False if is_for_a_log() else None)
-        self._console = default if console is None else console
+        plain = {"highlight": False, "markup": False}
+        self._console = console or Console(**plain, force_terminal=False if is_for_a_log() else None)
         self._plan = plan
         self._log_period = log_period
         self._quiet = quiet
@@ -176,22 +172,20 @@ class TrainProgress:
                     self._decided = event.step
                     self._console.print(f"auto after step {event.step:,}: {event.outlook}")
             case events.PhaseStarted():
-                text = f"phase {event.phase} from step {event.step:,}"
+                parts = [f"phase {event.phase} from step {event.step:,}"] if self._has_phases else []
                 if self._plan is not None:
                     split = self._plan.splits[event.phase]
-                    text = f"{text}: " if self._has_phases else ""
-                    text += f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
-                self._console.print(text)
+                    parts.append(f"{split.global_batch_size:,} samples per step = {describe_split(split)}")
+                self._console.print(": ".join(parts))
             case events.StepDone(metrics=metrics):
                 if self._recent:  # The first step is left out, with its compilation.
                     self._compile_seconds += metrics.get("compile_seconds", 0.0)
                 self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
-                rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
-                phase = f", phase {metrics['phase']}" if self._has_phases else ""
-                line = (
-                    f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
-                    f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
-                )
+                line = f"step {metrics['step']:,}" + ("" if self._plan is None else f" of {self._plan.total_steps:,}")
+                line += f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+                line += f", phase {metrics['phase']}" if self._has_phases else ""
+                line += f", batch {metrics['global_batch_size']:,}, loss {_format_loss(metrics['loss'])}"
+                line += f", {metrics['tokens_per_second']:,.0f} {self._unit}/s"
                 if metrics.get("reward") is not None:
                     line += f", reward {metrics['reward']:.3f}"
                 if metrics.get("noise_scale_samples_low") is not None:
@@ -216,22 +210,19 @@ class TrainProgress:
                 when = f"after step {event.step:,}" if event.step >= 0 else "before training"
                 self._console.print(f"evaluation {when}: {found}")
             case events.CheckpointDamaged():
-                self._console.print(
-                    f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}, "
-                    f"and the run resumes from step {event.used:,}"
-                )
+                text = f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}"
+                self._console.print(f"{text}, and the run resumes from step {event.used:,}")
             case events.StorageFailed():
                 self._console.print(f"{event.problem}; the run continues")
             case events.StepSkipped():
-                self._console.print(
-                    f"step {event.step:,} is skipped: its loss or gradient is not finite ({event.in_a_row} in a row)"
-                )
+                why = f"its loss or gradient is not finite ({event.in_a_row} in a row)"
+                self._console.print(f"step {event.step:,} is skipped: {why}")
             case events.RunStopped():
                 self.close()
                 if event.interrupted:
-                    steps = format_count(event.steps, "step")
                     unsaved = "no checkpoint has its last state" if event.steps else "there is nothing to save"
-                    self._console.print(f"stopped after {steps}; {self._resume(event.folder) if event.is_saved else unsaved}")
+                    after = self._resume(event.folder) if event.is_saved else unsaved
+                    self._console.print(f"stopped after {format_count(event.steps, 'step')}; {after}")
             case events.StopRequested():
                 self._console.print("stopping after the steps in flight; Ctrl-C again stops at once and saves nothing")
             case events.RunStopping():
@@ -247,11 +238,10 @@ class TrainProgress:
                 self._console.print(text, style="yellow")
             case events.RunAborted():
                 self.close()
-                if event.checkpoint is None:
-                    self._console.print("stopped at once; nothing was saved")
-                else:
-                    steps = format_count(event.checkpoint, "step")
-                    self._console.print(f"stopped at once; nothing was saved after {steps}; {self._resume(event.folder)}")
+                text = "stopped at once; nothing was saved"
+                if event.checkpoint is not None:
+                    text += f" after {format_count(event.checkpoint, 'step')}; {self._resume(event.folder)}"
+                self._console.print(text)
 
     def close(self) -> None:
         """Stop drawing."""
@@ -275,10 +265,7 @@ class TrainProgress:
         return plan is None or len(plan.splits) > 1 or (isinstance(plan, RampPlan) and plan.auto_schedule == "follow")
 
     def _time_left(self) -> str:
-        """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
-
-        The rate starts with the end of the first step and leaves out the time of compilations, which would spoil it.
-        """
+        """Return the time for the remaining samples at the recent rate, without compilations; "?" until two steps are done."""
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         if self._plan is None or s1 == s0:
             return "?"

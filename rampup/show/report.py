@@ -1,7 +1,4 @@
-"""A plan, and a run if there is one, as one HTML page that needs no network: pictures, tables and every key.
-
-The page contains its style and its script, and its content security policy forbids it to load anything.
-"""
+"""A plan, and a run if there is one, as one HTML page, whose content security policy forbids it to load anything."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ class Report:
 
 
 def write_report(report: Report, path: str | Path) -> int:
-    """Write the page and return its size in bytes.
-
-    Raises:
-        RampupError: the suffix is not .html, the file cannot be written, or matplotlib is not installed.
-    """
+    """Write the page and return its size in bytes."""
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{path} must end in .html", key="output", nearest=(".html",))
     data = report_html(report).encode()
@@ -163,7 +156,7 @@ def _pictures(panels: Mapping[str, Any]) -> str:
 
 
 def _scroll(table: str, name: str) -> str:
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(name)}">{table}</div>'
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{table}</div>'
 
 
 def _anchor(name: str) -> str:

@@ -19,15 +19,7 @@ _Item = TypeVar("_Item")
 
 
 def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
-    """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a picture; of many phases, some.
-
-    Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> ramp, splitter = BatchRamp.from_schedule("0:8 240:16"), BatchSplitter(data_parallel_size=1)
-        >>> plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=99)
-        >>> [(phase["start_sample"], phase["end_sample"]) for phase in drawn_phases(plan)]
-        [(0, 240), (240, 400)]
-    """
+    """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a picture; of many phases, some."""
     rows: Sequence[dict[str, Any]] = subsample([{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most)
     # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches its end.
     ramp_steps = plan.ramp.ramp_steps
@@ -86,11 +78,7 @@ class RunMetrics:
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
-        """Return the metrics in the folder of a run; see `from_lines`.
-
-        Raises:
-            DataError: a line is damaged.
-        """
+        """Return the metrics in the folder of a run; a damaged line is refused."""
         for file in (METRICS_FILE, EVAL_FILE):
             if damage := describe_damage(folder / file):
                 raise DataError(f"{damage}; resume the run, which moves such lines aside, or delete them", key="run")
@@ -100,17 +88,7 @@ class RunMetrics:
     def from_lines(
         cls, name: str, lines: Iterable[Mapping[str, Any]], eval_lines: Iterable[Mapping[str, Any]] = ()
     ) -> RunMetrics:
-        """Return the metrics in the lines of metrics.jsonl and eval.jsonl.
-
-        Raises:
-            DataError: there are no lines, or a line lacks a number that pictures need.
-
-        Example:
-            >>> line = {"step": 0, "consumed_samples": 8, "loss": None, "global_batch_size": 8, "phase": 0}
-            >>> run = RunMetrics.from_lines("a", [line])
-            >>> run.samples, run.losses
-            ((8,), (nan,))
-        """
+        """Return the metrics in the lines of metrics.jsonl and eval.jsonl; a line without the counts is refused."""
         rows = list(lines)
         if not rows:
             raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
@@ -160,26 +138,17 @@ class RunMetrics:
         return str(NoiseEstimate(value=value, low=low, high=high))
 
     def by_phase(self) -> list[dict[str, int | float | str | None]]:
-        """Return the steps, last loss and median tokens per second of each phase.
-
-        The median ignores steps that waited for compilation, a checkpoint or an evaluation.
-        """
-        rows: list[dict[str, int | float | str | None]] = []
+        """Return the steps, last loss and median tokens per second of each phase."""
+        rows = list[dict[str, int | float | str | None]]()
         for phase in sorted(set(self.phases)):
             places = [place for place, value in enumerate(self.phases) if value == phase]
+            # The median ignores steps that waited for compilation, a checkpoint or an evaluation.
             speeds = sorted(value for place in places if math.isfinite(value := self.tokens_per_second[place]))
-            loss = self.losses[places[-1]]
-            noise = {"noise scale (samples)": self.noise_at(places[-1])} if self.noise_scales else {}
-            rows.append(
-                {
-                    "phase": phase,
-                    "global batch size": self.sizes[places[-1]],
-                    "steps done": len(places),
-                    f"last {self.quantity}": finite_or_none(loss),
-                    "tokens/s (median)": speeds[len(speeds) // 2] if speeds else None,
-                    **noise,
-                }
-            )
+            last = places[-1]
+            row = {"phase": phase, "global batch size": self.sizes[last], "steps done": len(places)}
+            row |= {f"last {self.quantity}": finite_or_none(self.losses[last])}
+            row |= {"tokens/s (median)": speeds[len(speeds) // 2] if speeds else None}
+            rows.append(row | ({"noise scale (samples)": self.noise_at(last)} if self.noise_scales else {}))
         return rows
 
 
@@ -188,9 +157,8 @@ def mean_of_neighbours(
 ) -> tuple[list[float], list[float], int]:
     """Return at most `most` points: means of equally many consecutive finite ys, each at its last x, and how many.
 
-    Example:
-        >>> mean_of_neighbours([1, 2, 3, 4], [1.0, 3.0, 5.0, float("nan")], most=2)
-        ([2, 4], [2.0, 5.0], 2)
+    >>> mean_of_neighbours([1, 2, 3, 4], [1.0, 3.0, 5.0, float("nan")], most=2)
+    ([2, 4], [2.0, 5.0], 2)
     """
     number = max(-(-len(xs) // most), 1)
     groups = [ys[start : start + number] for start in range(0, len(ys), number)]
@@ -200,12 +168,7 @@ def mean_of_neighbours(
 
 
 def subsample(items: Sequence[_Item], most: int) -> Sequence[_Item]:
-    """Return at most `most` items, evenly spaced, with the first and the last.
-
-    Example:
-        >>> subsample(range(11), 3)
-        [0, 5, 10]
-    """
+    """Return at most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round((len(items) - 1) * place / (most - 1))] for place in range(most)]

@@ -22,11 +22,8 @@ GIB = 2**30
 
 def run(name="a", steps=30):
     """Return the metrics of a made-up run, one of whose losses is not finite."""
-    lines = [
-        {"step": n, "consumed_samples": 8 * (n + 1), "global_batch_size": 8, "phase": 0, "loss": 5 - n / 10,
-         "tokens_per_second": 100.0}
-        for n in range(steps)
-    ]  # fmt: skip
+    line = {"global_batch_size": 8, "phase": 0, "tokens_per_second": 100.0}
+    lines = [line | {"step": n, "consumed_samples": 8 * (n + 1), "loss": 5 - n / 10} for n in range(steps)]
     lines[3]["loss"] = None
     return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 2.5}])
 

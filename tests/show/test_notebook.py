@@ -38,9 +38,7 @@ def test_html_table_counts_what_it_leaves_out(number):
 
 
 def test_to_html_covers_every_class():
-    """What IPython is told to show is what `to_html` knows, and anything else is refused. A plan has its summary, phases and
-    notes as in a terminal.
-    """
+    """What IPython is told to show is what `to_html` knows; a plan has its summary, phases and notes as in a terminal."""
     found = Page(to_html(PLAN))
     assert all(sentence in "".join(found.text) for sentence in (*describe.summary(PLAN), *describe.advice(PLAN)))
     assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)

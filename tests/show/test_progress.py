@@ -57,14 +57,16 @@ def test_progress_prints_lines_without_a_terminal():
     assert "the batch goes from 4 to 16 samples" in text
     for phase in range(4):
         assert f"phase {phase} from step {PLAN.ramp.phases[phase].start_step}" in text
-    assert [f"step {step}, " in text for step in (0, 1, 20, 40)] == [True, False, True, True]
+    assert [f"step {step} of 60, " in text for step in (0, 1, 20, 40)] == [True, False, True, True]
     assert "loss not finite" in text
     assert "evaluation after step 59: loss 4.500" in text
     assert "stopped after 60 steps; resume with: rampup train runs/x" in text
     assert "0:00 left" in text
     # A bar in a terminal shows step, phase, batch, loss, rate and time left; each phase still has a line.
     bar = shown(console={"force_terminal": True, "color_system": None})
-    assert all(part in bar for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"))
+    assert all(
+        part in bar for part in ("step 59 of 60, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step")
+    )
 
 
 def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_others():
@@ -103,7 +105,7 @@ def test_progress_names_phases_only_with_a_ramp():
         "resumed after step 29 from a checkpoint",
         "compiling the training step",
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
-        "step 0, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
+        "step 0 of 1,000, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
     ]
     follows = build_plan(Config(batch_size_schedule="auto", train_samples=160), 1)
     done = shown(events.RunStarted(step=follows.total_steps, folder=Path("runs/x"), plan=follows))
@@ -118,8 +120,10 @@ def test_progress_time_left_counts_samples(monkeypatch):
     happened.insert(index, events.Evaluated(step=7, metrics={"eval_loss": 4.5}))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     lines = {line.partition(",")[0]: line for line in shown(*happened, log_period=1).splitlines()}
-    assert lines["step 8"].endswith("36 samples, 3:11 left")  # 764 samples at 4 a second, and not 51 steps at one a second
-    assert lines["step 39"].endswith("480 samples, 0:20 left")
+    assert lines["step 8 of 60"].endswith(
+        "36 samples, 3:11 left"
+    )  # 764 samples at 4 a second, and not 51 steps at one a second
+    assert lines["step 39 of 60"].endswith("480 samples, 0:20 left")
 
 
 def test_make_bar_fits_the_output(monkeypatch):
@@ -159,14 +163,14 @@ def test_progress_in_a_notebook():
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_progress as t; t.show_in_a_notebook()"
     found = json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     assert "phase 2 from step" in found["text"]
-    assert "step 20, phase" not in found["text"]
+    assert "step 20 of 60, phase" not in found["text"]
     assert not found["out"]
     assert not any("\x1b" in page for page, _ in found["pages"])
     pages = [page for page, _ in found["pages"]]
     new = [number for number, (_, replaced) in enumerate(found["pages"]) if not replaced]
     assert len(new) == 2
     assert ">800/800 samples" in pages[new[1] - 1].replace("</progress> ", ">")
-    assert "step 59, phase 3" in pages[new[1] - 1]
+    assert "step 59 of 60, phase 3" in pages[new[1] - 1]
     assert [page.partition("</progress> ")[2] for page in pages[new[1] + 1 :]] == [
         "1,000/29,632 samples, ? left<br>",
         "2,000/29,632 samples, ? left<br>",

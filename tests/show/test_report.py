@@ -27,10 +27,9 @@ def metrics(plan, name="a", steps=40):
     for step in range(steps):
         position = plan.position(step)
         size = position.split.global_batch_size
-        lines.append(
-            {"step": step, "consumed_samples": position.consumed_samples + size, "phase": position.phase.index,
-             "global_batch_size": size, "loss": None if step == 7 else 5 - step / 20, "tokens_per_second": 900.0}
-        )  # fmt: skip
+        line = {"step": step, "consumed_samples": position.consumed_samples + size, "phase": position.phase.index}
+        line |= {"global_batch_size": size, "loss": None if step == 7 else 5 - step / 20, "tokens_per_second": 900.0}
+        lines.append(line)
     return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 3.25}])
 
 
