@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rampup.dialects.maxtext import AXIS_GROUPS, BASES, known_keys, old_keys, read_chain
-from rampup.dialects.reading import Entry, Launch, Settings, entry
+from rampup.dialects.reading import Launch, Settings, entry
 from rampup.dialects.rollout import RolloutJob
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
-from rampup.dialects.verdict import Run, counted, times
+from rampup.dialects.verdict import counted, product, times
 from rampup.plan.numbers import divisors
 
 BATCH = "batch_size"
@@ -26,16 +26,16 @@ LOSSES = {
     "sequence-mean-token-mean": "every response counts alike, whatever its length",
     "sequence-mean": "not known to Tunix",
 }
-TRAIN = "train_micro_batch_size"
-ROLLOUT = "rollout_micro_batch_size"
 OLD = "micro_batch_size"
-ROLLOUT_AXES = ("rollout_tensor_parallelism", "rollout_data_parallelism", "rollout_expert_parallelism")
+TRAIN, ROLLOUT = (f"{work}_{OLD}" for work in ("train", "rollout"))
+ROLLOUT_AXES = tuple(f"rollout_{axis}_parallelism" for axis in ("tensor", "data", "expert"))
 SLICES = ("num_trainer_slices", "num_samplers_slices")
+FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 AXES = tuple(f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes)
 FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
 AUTO = -1
 
-KEYS: dict[str, Entry] = {
+KEYS = {
     BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts"),
     TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts"),
     ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"),
@@ -50,12 +50,11 @@ KEYS: dict[str, Entry] = {
     "num_test_batches": entry(5, "evaluation batches"),
     "eval_batch_size": entry(AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"),
     "test_batch_start_index": entry(0, "first evaluation prompt", unit="prompts"),
-    "trainer_devices_fraction": entry(0.5, "share of the devices that train", kind="float"),
-    "sampler_devices_fraction": entry(0.5, "share of the devices that generate", kind="float"),
+    FRACTIONS[0]: entry(0.5, "share of the devices that train", kind="float"),
+    FRACTIONS[1]: entry(0.5, "share of the devices that generate", kind="float"),
     "chips_per_vm": entry(4, "devices of a host", minimum=1, unit="devices"),
     "use_pathways": entry(True, "whether one controller sees all hosts", kind="bool"),
-    SLICES[0]: entry(AUTO, "slices that train", unit="slices"),
-    SLICES[1]: entry(AUTO, "slices that generate", unit="slices"),
+    **{key: entry(AUTO, f"slices that {do}", unit="slices") for key, do in zip(SLICES, ("train", "generate"), strict=True)},
     "rollout_data_parallelism": entry(AUTO, "replicas of the generator; -1 = the rest"),
     "rollout_tensor_parallelism": entry(1, "devices that share the generator's matrices; -1 = the rest"),
     "rollout_expert_parallelism": entry(1, "devices that share its experts; -1 = the rest"),
@@ -69,7 +68,6 @@ ALIASES = {
     "dataset_prompts": "num_prompts",
     "num_epochs": "num_epoch",  # until November 2025
 }
-FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 LAUNCH = Launch(
     system="MaxText RL",
     program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
@@ -102,8 +100,7 @@ class MaxTextRlJob(RolloutJob):
         fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
         self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
         self.epoch_prompts: int = self.wanted_prompts if known is None else min(self.wanted_prompts, known)
-        self.full_batches: int = self.epoch_prompts * self["num_epoch"] // max(self.batch, 1)
-        self.dropped_prompts = self.epoch_prompts * self["num_epoch"] - self.full_batches * self.batch
+        self.full_batches, self.lost_prompts = divmod(self.epoch_prompts * self["num_epoch"], max(self.batch, 1))
         self.total_steps = self.full_batches * self.iterations
         # Optimizer steps that the learning-rate schedule is made for.
         self.scheduled_steps = int(self["num_batches"] * self.iterations * fraction * self["num_epoch"])
@@ -117,8 +114,7 @@ class MaxTextRlJob(RolloutJob):
         # Devices that train and that generate; None if the number of devices is unknown or the split is invalid.
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
-        if self["num_devices"] is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
-            devices = self["num_devices"]
+        if (devices := self["num_devices"]) is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
             self.trainer_devices = self.sampler_devices = devices
             if self.multislice:
                 self.trainer_devices, self.sampler_devices = (devices * n // sum(slices) for n in slices)
@@ -144,11 +140,6 @@ class MaxTextRlJob(RolloutJob):
                 others = self[SLICES[0]] * max(self[TENSOR], 1)
             self.fsdp = max(self.trainer_devices // others, 1)
 
-    @property
-    def outcome(self) -> Run:
-        """The last, short batch is dropped."""
-        return "drops" if self.dropped_prompts else "runs"
-
     def summary(self) -> str:
         """Return the numbers of a step in one line."""
         samples = f"{times(counted(self.batch, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
@@ -168,7 +159,7 @@ class MaxTextRlJob(RolloutJob):
             "samples_per_generation_call": self.rollout_micro * self.samples_per_prompt,
             "num_batches": self.full_batches,
             "prompts_used": self.epoch_prompts,
-            "dropped_prompts": self.dropped_prompts,
+            "dropped_prompts": self.lost_prompts,
             "weight_syncs": self.full_batches,
             "scheduled_optimizer_steps": self.scheduled_steps,
             "total_optimizer_steps": self.total_steps,
@@ -185,20 +176,19 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     def prompts(number: int) -> str:
         return f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
 
-    yield from [
-        (BATCH, f"{prompts(job.batch)} per training step and optimizer step"),
-        (GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"),
-        (TRAIN,
-         f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step"),
-        (ROLLOUT,
-         f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step"),
-        (LOSS, LOSSES[job[LOSS]]),
-        (ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"),
-        ("num_batches", f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
-         f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})"),
-        ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"),
-        ("", f"{counted(job.total_steps, 'optimizer step')} and {counted(job.full_batches, 'weight sync')} in the whole run"),
-    ]  # fmt: skip
+    calls = counted(job.batch // job.rollout_micro, "call")
+    data = f"{counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g}"
+    yield BATCH, f"{prompts(job.batch)} per training step and optimizer step"
+    yield GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"
+    yield TRAIN, f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per optimizer step"
+    yield ROLLOUT, f"{prompts(job.rollout_micro)} per generate call; {calls} per step"
+    yield LOSS, LOSSES[job[LOSS]]
+    yield ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"
+    steps = counted(job.full_batches, "training step")
+    yield "num_batches", f"{steps} over {counted(job.epoch_prompts, 'prompt')} ({data})"
+    yield "eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"
+    syncs = counted(job.full_batches, "weight sync")
+    yield "", f"{counted(job.total_steps, 'optimizer step')} and {syncs} in the whole run"
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
@@ -208,28 +198,21 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
     elif job.epoch_prompts < job.wanted_prompts:
         yield f"the data set has {job.epoch_prompts:,} prompts, but the keys request {job.wanted_prompts:,}"
     if job.total_steps != job.scheduled_steps:
-        yield (
-            f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer steps, but the run takes "
-            f"{job.total_steps:,}: it never reaches its end"
-        )
-    if job.dropped_prompts:
-        yield (
-            f"{job.dropped_prompts:,} of {job.epoch_prompts * job['num_epoch']:,} prompts fill no batch of {job.batch:,} "
-            "and are dropped"
-        )
+        scheduled = f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer steps"
+        yield f"{scheduled}, but the run takes {job.total_steps:,}: it never reaches its end"
+    if job.lost_prompts:
+        given = job.epoch_prompts * job["num_epoch"]
+        yield f"{job.lost_prompts:,} of {given:,} prompts fill no batch of {job.batch:,} and are dropped"
     if job["rl.use_agentic_rollout"]:
         yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
         if LOSS in job.settings.given:
             yield f"{LOSS} does not reach the agentic learner, which has its own default"
-    sequences = job.train_micro * job.samples_per_prompt
-    fsdp = job.fsdp
-    if fsdp is None:
-        yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {sequences:,} sequences divide over it"
-    elif sequences % fsdp:
-        yield (
-            f"train micro batch * num_generations = {job.train_micro:,} * {job.samples_per_prompt:,} = {sequences:,} sequences "
-            f"do not divide over fsdp={fsdp:,}: every device silently gets all of them, and {fsdp:,} times the work is done"
-        )
+    micro = product({"train micro batch": job.train_micro, "num_generations": job.samples_per_prompt}, "sequences")
+    if (fsdp := job.fsdp) is None:
+        yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {micro.number:,} sequences divide over it"
+    elif micro.number % fsdp:
+        done = f"every device silently gets all of them, and {fsdp:,} times the work is done"
+        yield f"{micro.text} do not divide over fsdp={fsdp:,}: {done}"
 
 
 def _share(key: str) -> Rule[MaxTextRlJob]:
@@ -268,9 +251,8 @@ RULES: list[Rule[MaxTextRlJob]] = [
     Rule(name="maxtext_rl.dataset_fills_a_batch", keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
         when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
         holds=lambda job: job.full_batches >= 1,
-        message=lambda job: (
-            f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of {BATCH}={job.batch:,} "
-            "(prompts); the data set is empty after its last, short batch is dropped"),
+        message=lambda job: f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of "
+            f"{BATCH}={job.batch:,} (prompts); the data set is empty after its last, short batch is dropped",
         division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1)),
     Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid,
         message=lambda job: (
@@ -288,16 +270,14 @@ RULES: list[Rule[MaxTextRlJob]] = [
         when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
     Rule(name="maxtext_rl.loss_is_known", keys=(LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
         holds=lambda job: job[LOSS] != "sequence-mean",
-        message=lambda job: (
-            f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know it and "
-            "stops at the first step"),
+        message=lambda job: f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know "
+            "it and stops at the first step",
         candidates=lambda job: [name for name in LOSSES if name != "sequence-mean"], found_by="run"),
     Rule(name="maxtext_rl.devices_left", keys=FRACTIONS,
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
-        message=lambda job: (
-            f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and {job.sampler_devices} to "
-            "generate; each needs at least 1"),
+        message=lambda job: f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
+            f"{job.sampler_devices} to generate; each needs at least 1",
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
 DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

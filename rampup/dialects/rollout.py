@@ -39,6 +39,14 @@ class TrainedModel:
         """Empty samples that fill a mini batch up to a multiple of the replicas."""
         return -self.mini_samples % self.replicas
 
+    def training(self, unit: Unit) -> Training:
+        """Return the same for rampup's plan of a step."""
+        size = None if self.micro is None else Size(count=self.micro, unit="samples", scope="replica")
+        if self.tokens is not None:
+            size = Size(count=self.tokens, unit="tokens", scope="replica")
+        mini = Size(count=self.mini_batch, unit=unit)
+        return Training(mini_batch=mini, microbatch=size, data_parallel_size=self.replicas, num_epochs=self.epochs)
+
 
 class RolloutJob(Job):
     """The numbers of a file whose training step generates samples and trains on them."""
@@ -47,7 +55,8 @@ class RolloutJob(Job):
     samples_per_prompt: int
     passes: int | None = None  # those of a policy update and replica; None with a token budget, or if no key sets their size
     padded_samples: int = 0  # artificial samples of a training step
-    data_epochs: str = ""  # the key of the passes over the data set
+    training_steps: int | None = None  # those of the run; None if the size of the data set is unknown
+    lost_prompts: int = 0  # prompts that fill no training step
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -73,6 +82,13 @@ class RolloutJob(Job):
         samples = mini_batch * self.samples_per_prompt
         self.trained[name] = TrainedModel(name=name, mini_batch=mini_batch, mini_samples=samples, replicas=replicas, **sizes)
 
+    def read_data(self, epochs: int, *, joined: bool = False) -> None:
+        """Count training steps, and what each pass over the data set leaves over, or all passes together if they are joined."""
+        if self["num_prompts"] is not None:
+            rounds = 1 if joined else epochs
+            steps, self.lost_prompts = divmod(self["num_prompts"] * (epochs if joined else 1), self.prompts)
+            self.training_steps = steps * rounds
+
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples."""
         return self.prompts // model.mini_batch
@@ -84,9 +100,7 @@ class RolloutJob(Job):
     @property
     def outcome(self) -> Run:
         """A step may be padded; the last, incomplete step of the data set is dropped."""
-        if self.padded_samples:
-            return "pads"
-        return "drops" if self["num_prompts"] is not None and self["num_prompts"] % self.prompts else "runs"
+        return "pads" if self.padded_samples else "drops" if self.lost_prompts else "runs"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -104,9 +118,9 @@ class RolloutJob(Job):
             derived["critic_mini_batches"] = self.num_mini_batches(self.critic)
             derived["critic_optimizer_steps"] = self.updates(self.critic)
             derived["critic_mini_batch_samples"] = self.critic.mini_samples
-        if self["num_prompts"] is not None:
-            derived["training_steps"] = self["num_prompts"] // self.prompts * self[self.data_epochs]
-            derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
+        if self.training_steps is not None:
+            derived["training_steps"] = self.training_steps
+            derived["total_optimizer_steps"] = self.training_steps * derived["optimizer_steps"]
         return derived
 
     def summary(self) -> str:
@@ -115,7 +129,7 @@ class RolloutJob(Job):
         samples = f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
         if self.padded_samples:
             samples += f" + {self.padded_samples:,} of padding"
-        passes = f"passes of up to {policy.tokens or 0:,} tokens" if policy.tokens is not None else self.passes_text
+        passes = self.passes_text if policy.tokens is None else f"passes of up to {policy.tokens:,} tokens"
         if policy.tokens is None and policy.micro is not None and self.passes is not None:
             passes = times(passes, min(policy.micro, policy.padded_share))
         steps = f"{counted(self.updates(policy), 'optimizer step')} of {policy.mini_samples:,}"
@@ -123,19 +137,12 @@ class RolloutJob(Job):
 
     def rollout_plan(self, unit: Unit = "prompts", *, pad: bool = False) -> RolloutPlan:
         """Return rampup's plan of one training step."""
-        trainings = []
-        for model in self.trained.values():
-            size = None if model.micro is None else Size(count=model.micro, unit="samples", scope="replica")
-            if model.tokens is not None:
-                size = Size(count=model.tokens, unit="tokens", scope="replica")
-            mini = Size(count=model.mini_batch, unit=unit)
-            replicas = model.replicas
-            trainings.append(Training(mini_batch=mini, microbatch=size, data_parallel_size=replicas, num_epochs=model.epochs))
-        policy, critic = (*trainings, None)[:2]
-        assert policy is not None
-        batch = Size(count=self.prompts, unit=unit)
         return RolloutPlan(
-            rollout_batch=batch, samples_per_prompt=self.samples_per_prompt, policy=policy, critic=critic, pad=pad
+            rollout_batch=Size(count=self.prompts, unit=unit),
+            samples_per_prompt=self.samples_per_prompt,
+            policy=self.policy.training(unit),
+            critic=None if self.critic is None else self.critic.training(unit),
+            pad=pad,
         )
 
     @property
@@ -152,10 +159,9 @@ def batch_meanings(job: RolloutJob, prompts: str, responses: str, mini_batch: st
     yield responses, f"{counted(job.samples, 'sample')} per training step, generated together"
     for model in job.trained.values():
         size = counted(model.mini_samples, "sample")
-        number = counted(job.num_mini_batches(model), "mini batch")
         if model is job.policy:
-            text = f"prompts, whole job: {size} per optimizer step, {number} per pass over the step's samples"
-            yield mini_batch, text
+            number = counted(job.num_mini_batches(model), "mini batch")
+            yield mini_batch, f"prompts, whole job: {size} per optimizer step, {number} per pass over the step's samples"
             yield epochs, f"{counted(job.updates(model), 'optimizer step')} per training step"
         else:
             updates = counted(job.updates(model), "critic update")
@@ -164,5 +170,5 @@ def batch_meanings(job: RolloutJob, prompts: str, responses: str, mini_batch: st
 
 def dropped_prompts(job: RolloutJob) -> Iterator[str]:
     """Yield a note on prompts that fill no training step, if there are any."""
-    if job["num_prompts"] is not None and (lost := job["num_prompts"] % job.prompts):
+    if lost := job.lost_prompts:
         yield f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped in each pass over the data set."

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
 from rampup.dialects.known import load_known_keys, with_lines
-from rampup.dialects.reading import Entry, Launch, Reading, Settings, Source, Version, entry, program_of, read_hydra
+from rampup.dialects.reading import Launch, Reading, Settings, Source, Version, entry, program_of, read_hydra
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
@@ -32,14 +32,13 @@ MODELS = ("policy", "critic", "ref")
 # sample; and the devices that share a sequence.
 DEVICES = {model: tuple(f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")) for model in MODELS}
 _SIZES = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+_PARALLEL = ("tensor", "pipeline", "context parallel size")
 MEGATRON = {model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS}
 SEQUENCE = {model: f"trainer.{model}.sequence_parallel_size" for model in MODELS}
 _ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
 OLD_ENGINE_KEYS = ("generator.num_inference_engines", *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]))
-
-
-KEYS: dict[str, Entry] = {
+KEYS = {
     TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
     MINI: entry(256, "prompts of a policy update", unit="prompts"),
     CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts"),
@@ -93,9 +92,8 @@ TRAINED = ("trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_ba
 MODEL_COUNTS: dict[str, tuple[str, ...]] = {model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS}
 MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")}
 MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
-
-
 _KNOWN = load_known_keys("skyrl")
+_SECTIONS = ("data", "trainer", "generator", "environment")  # integrations have sections of their own
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -108,19 +106,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     return read_hydra(source, overrides, launch, choose)
 
 
-_SECTIONS = ("data", "trainer", "generator", "environment")
-
-
-def _unknown_keys(job: SkyRLJob) -> list[str]:
-    """Return the keys that no class of SkyRL's settings has, with their lines; integrations have sections of their own."""
-    looked_up = job.settings.looked_up.items()
-    return with_lines({name: at for name, at in looked_up if name.partition(".")[0] in _SECTIONS and _KNOWN.life(name) is None})
-
-
 class SkyRLJob(RolloutJob):
     """A SkyRL file's numbers, by SkyRL's own formulas."""
 
-    data_epochs = "trainer.epochs"
     version = "SkyRL of August 2026 (a956457)"
 
     def __init__(self, settings: Settings) -> None:
@@ -132,6 +120,9 @@ class SkyRLJob(RolloutJob):
         self.has_critic: bool = self["trainer.critic.model.path"] is not None
         self.has_ref: bool = self["trainer.algorithm.use_kl_loss"] or self["trainer.algorithm.use_kl_in_reward"]
         self.models = ("policy", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
+        # Keys that no class of SkyRL's settings has, with their lines.
+        looked_up = {name: at for name, at in settings.looked_up.items() if name.partition(".")[0] in _SECTIONS}
+        self.unknown_keys = with_lines({name: at for name, at in looked_up.items() if _KNOWN.life(name) is None})
 
         # Devices that share a sample, and replicas, rounded down. The critic never has Megatron's sizes.
         self.devices = {model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS}
@@ -139,13 +130,12 @@ class SkyRLJob(RolloutJob):
         if self.megatron:
             self.model_sizes |= {model: math.prod(self[key] for key in MEGATRON[model]) for model in ("policy", "ref")}
         self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODELS}
-        # Models that take part and whose devices Megatron's sizes do not divide.
-        with_megatron = [model for model in self.models if self.megatron and model != "critic"]
-        self.uneven = [model for model in with_megatron if self.devices[model] % max(self.model_sizes[model], 1)]
+        # Models that take part and whose devices are no multiple of their size, which Megatron refuses.
+        self.rounded = [model for model in self.models if self.devices[model] % max(self.model_sizes[model], 1)]
+        self.uneven = [model for model in self.rounded if self.megatron and model != "critic"]
         counts = [*COUNTS, *(key for model in self.models for key in MODEL_COUNTS[model])]
-        self.usable = (
-            all(self[key] >= 1 for key in counts) and all(self.replicas[model] for model in self.models) and not self.uneven
-        )
+        has_replicas = all(self.replicas[model] for model in self.models) and not self.uneven
+        self.usable = has_replicas and all(self[key] >= 1 for key in counts)
         if not self.usable:
             return
 
@@ -166,6 +156,7 @@ class SkyRLJob(RolloutJob):
         if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
             self.engine_devices = math.prod(self[new] if self[old] is None else self[old] for new, old in pairs)
+        self.read_data(self["trainer.epochs"])
 
     @property
     def outcome(self) -> Run:
@@ -180,11 +171,10 @@ class SkyRLJob(RolloutJob):
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     policy, padding = job.policy, job.policy.padding
     yield from batch_meanings(job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch")
-    yield (
-        f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample",
-        f"{counted(policy.replicas, 'replica')}; each has {counted(policy.padded_share, 'sample')} of a mini batch"
-        + (f" ({padding:,} of the mini batch are empty)" if padding else ""),
-    )
+    empty = f" ({padding:,} of the mini batch are empty)" if padding else ""
+    share = f"each has {counted(policy.padded_share, 'sample')} of a mini batch{empty}"
+    devices = f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample"
+    yield devices, f"{counted(policy.replicas, 'replica')}; {share}"
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
     yield FORWARD, "samples per replica in forward-only passes (log-probabilities, values)"
     evaluated = job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
@@ -194,33 +184,28 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
 def _notes(job: SkyRLJob) -> Iterator[str]:
     yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
     yield "a mini batch is consecutive samples, those of a prompt next to each other; replicas take consecutive parts of it."
-    for model in job.models:
-        if job.devices[model] % job.model_sizes[model]:
-            devices = f"the {model}'s {job.devices[model]:,} devices"
-            yield f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])}, without a warning."
+    for model in job.rounded:
+        devices = f"the {model}'s {job.devices[model]:,} devices"
+        yield f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])}, without a warning."
     for trained in job.trained.values():
         if trained.padding:
-            yield (
-                f"{trained.name}: {trained.mini_samples:,} samples of a mini batch over {trained.replicas:,} replicas: the run "
-                f"adds {counted(trained.padding, 'empty sample')} to each."
-            )
+            added = f"the run adds {counted(trained.padding, 'empty sample')} to each"
+            size = f"{trained.mini_samples:,} samples of a mini batch over {trained.replicas:,} replicas"
+            yield f"{trained.name}: {size}: {added}."
         if (rest := trained.padded_share % job[MICRO]) and not job.by_tokens:
-            text = f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {job[MICRO]:,}"
+            weight = "; the loss is weighted accordingly"
             if job["trainer.algorithm.loss_reduction"] == "token_mean_legacy":
-                yield f"{text}, which trainer.algorithm.loss_reduction=token_mean_legacy weights wrongly."
-            else:
-                yield f"{text}; the loss is weighted accordingly."
+                weight = ", which trainer.algorithm.loss_reduction=token_mean_legacy weights wrongly"
+            yield f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {job[MICRO]:,}{weight}."
     if job.by_tokens:
-        yield (
-            f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,} fills the passes by tokens; a "
-            f"longer sequence still gets a pass of its own. {MICRO} is then ignored, but its rules are still enforced."
-        )
+        budget = f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,} fills the passes by tokens"
+        ignored = f"{MICRO} is then ignored, but its rules are still enforced"
+        yield f"{budget}; a longer sequence still gets a pass of its own. {ignored}."
     yield from dropped_prompts(job)
     if job[COLOCATE] and job.engine_devices is None:
-        yield (
-            "trainer.placement.colocate_all is on and the file does not size the inference engines: engines * tensor * "
-            f"pipeline * data parallel size must be {job.devices['policy']:,}, and so must every other model's devices."
-        )
+        sizes = f"engines * tensor * pipeline * data parallel size must be {job.devices['policy']:,}"
+        unsized = f"{COLOCATE} is on and the file does not size the inference engines"
+        yield f"{unsized}: {sizes}, and so must every other model's devices."
     if job["trainer.strategy"] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
     if old := [name for name in job.settings.looked_up if _KNOWN.life(name) == (1, 1)]:
@@ -243,10 +228,7 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
         return [has_a_replica]
     return [
         multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *MEGATRON[model]), _devices(model),
-            lambda job: Term(
-                f"tensor * pipeline * context parallel size = {' * '.join(f'{job[key]:,}' for key in MEGATRON[model])} = "
-                f"{job.model_sizes[model]:,}",
-                job.model_sizes[model]),
+            lambda job: product(dict(zip(_PARALLEL, map(job.__getitem__, MEGATRON[model]), strict=True))),
             when=lambda job: job.megatron and model in job.models),
         has_a_replica,
     ]  # fmt: skip
@@ -260,8 +242,8 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
         return product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
 
     def share(job: SkyRLJob) -> Term:
-        size = job.trained[name].share
-        return Term(f"{samples(job).text} // {job.trained[name].replicas:,} replicas = {size:,} samples per replica", size)
+        size, replicas = job.trained[name].share, job.trained[name].replicas
+        return Term(f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per replica", size)
 
     def step_share(job: SkyRLJob) -> Term:
         size = job.samples // job.trained[name].replicas
@@ -269,8 +251,7 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
 
     return apply_if(lambda job: name in job.trained, [
         at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note="; both count prompts"),
-        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key,
-            when=lambda job: job.prompts >= job[key]),
+        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key, when=lambda job: job.prompts >= job[key]),
         at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples,
             ("the {:,} replicas", lambda job: job.trained[name].replicas)),
         multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=lambda job: job.trained[name].share > 0),
@@ -298,10 +279,9 @@ RULES: list[Rule[SkyRLJob]] = [
     Rule(name="skyrl.strategy", keys=("trainer.strategy",), holds=lambda job: job["trainer.strategy"] != "deepspeed",
         message=lambda job: "trainer.strategy=deepspeed must be another: only SkyRL before January 2026 has it",
         candidates=lambda job: ["fsdp"]),
-    Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not _unknown_keys(job),
-        message=lambda job: (
-            f"{', '.join(_unknown_keys(job)[:4])} must be left out: SkyRL refuses them as invalid fields. For a fork "
-            "with keys of its own, give one of them on rampup's command line as well"),
+    Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not job.unknown_keys,
+        message=lambda job: f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as invalid fields. For "
+            "a fork with keys of its own, give one of them on rampup's command line as well",
         candidates=lambda job: None),
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
@@ -315,11 +295,10 @@ RULES: list[Rule[SkyRLJob]] = [
             ("{:,}", lambda job: job.lcm_checked),
             note=", the least common multiple of the policy's and the reference's replicas"),
         multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
-            note=lambda job: (
-                f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
+            note=lambda job: f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
                 f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
                 f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-                "number is not the requested one. SkyRL's own check does not notice it"),
+                "number is not the requested one. SkyRL's own check does not notice it",
             found_by="run"),
         equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
             lambda job: Term(
@@ -335,9 +314,8 @@ RULES: list[Rule[SkyRLJob]] = [
         Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
             when=lambda job: job["trainer.fully_async.enabled"],
             holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= job.max_workers,
-            message=lambda job: (
-                f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-                f"(max_staleness_steps + 1) = {job.max_workers:,}"),
+            message=lambda job: f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
+                f"(max_staleness_steps + 1) = {job.max_workers:,}",
             division=lambda job: (job.max_workers, job.policy.mini_batch)),
         Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
             holds=lambda job: not (job.megatron and job.has_critic),

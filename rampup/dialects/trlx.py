@@ -5,6 +5,7 @@ Sizes count samples of one process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -12,23 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.dialects.reading import (
-    Entry,
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    Version,
-    entry,
-    flatten,
-    option,
-    program_of,
-    read_hydra,
-)
+from rampup.dialects.reading import Launch, Reading, Settings, Source, Version, entry, flatten, option, program_of, read_hydra
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, apply_if, at_least, multiple, positive, usable
 from rampup.dialects.script import Command
-from rampup.dialects.verdict import Run, counted, times
+from rampup.dialects.verdict import counted, times
 from rampup.errors import ConfigError
 from rampup.rl.plan import RolloutPlan
 
@@ -36,7 +25,7 @@ TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
 ROLLOUTS = "method.num_rollouts"
 CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
-KEYS: dict[str, Entry] = {
+KEYS = {
     TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples"),
     MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
     "train.epochs": entry(100, "rounds of collecting and training"),
@@ -57,11 +46,8 @@ def read_words(command: Command) -> dict[str, Located]:
     located: dict[str, Located] = {}
     for word in command.words:
         if word.startswith("{"):
-            try:
-                found = json.loads(word)
-            except (ValueError, RecursionError):
-                continue
-            located |= {name: command.locate(value, word) for name, value in flatten(found)}
+            with contextlib.suppress(ValueError, RecursionError):
+                located |= {name: command.locate(value, word) for name, value in flatten(json.loads(word))}
     processes = option(command, "--num_processes", "--num-processes")
     if processes is not None:
         value = int(processes) if processes.isdigit() else processes
@@ -79,6 +65,8 @@ LAUNCH = Launch(
     read=read_words,
 )
 MAX_LISTED = 10_000
+# Defaults of the library's three ready-made configurations; PPO is what a file without a method has.
+BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -89,16 +77,12 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
         given = {*reading.leaves, *(setting.partition("=")[0] for setting in reading.overrides)}
         unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
         # The names of trlX's own programs begin with their method.
-        method = next((name for name in ("ilql", "sft") if f"/{program}".rpartition("/")[2].startswith(name)), "")
-        trainers = {"train.trainer": f"Accelerate{method.upper()}Trainer"} if method else {}
+        own = (name for name in ("ilql", "sft") if program.rpartition("/")[2].startswith(name))
+        trainer = f"Accelerate{next(own, 'ppo').upper()}Trainer"
         note = f"{program}.py may set {', '.join(unset)} itself; it is not read, and trlX's ready-made sizes are taken."
-        return Version(defaults=trainers, notes=[note] if program and unset else [])
+        return Version(defaults={"train.trainer": trainer}, notes=[note] if program and unset else [])
 
     return read_hydra(source, overrides, launch, choose)
-
-
-# Defaults of the library's three ready-made configurations; PPO is what a file without a method has.
-BATCH_SIZES: Mapping[str, int] = {"ilql": 128, "sft": 8, "ppo": 32}
 
 
 class TrlxJob(RolloutJob):
@@ -110,11 +94,8 @@ class TrlxJob(RolloutJob):
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
         if "nemo" in text or "rft" in text or any("megatron_cfg" in name for name in settings.others):
-            raise ConfigError(
-                f"train.trainer={self['train.trainer']}, method.name={self['method.name']}: the rules of trlX cover PPO, ILQL "
-                "and SFT with Accelerate",
-                key="train.trainer",
-            )
+            said = f"train.trainer={self['train.trainer']}, method.name={self['method.name']}: the rules of trlX cover"
+            raise ConfigError(f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer")
         # PPO collects samples from the model before it trains; the others train on given ones.
         self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
         self.ppo = self.method == "ppo"
@@ -135,20 +116,16 @@ class TrlxJob(RolloutJob):
         if not self.ppo:
             return
 
-        # What PPO collects before it trains: whole chunks until there are enough samples.
-        wanted: int = self[ROLLOUTS]
+        # What PPO collects before it trains: whole chunks until there are enough samples. A single process meets a short chunk
+        # at the end of each pass over the prompts. With several, Accelerate completes it from the beginning.
         self.chunk: int = self[CHUNK]
-        # A single process meets a short chunk at the end of each pass over the prompts. With several processes Accelerate
-        # completes it from the beginning.
-        self.prompts_per_pass = None if self.replicas > 1 else self["num_prompts"]
-        if self.prompts_per_pass is None:
-            self.num_chunks = -(-wanted // self.chunk)
-            self.collected = self.num_chunks * self.chunk
-        else:
-            rounds, rest = divmod(wanted - 1, self.prompts_per_pass)
-            last = -(-(rest + 1) // self.chunk)
-            self.num_chunks = rounds * -(-self.prompts_per_pass // self.chunk) + last
-            self.collected = rounds * self.prompts_per_pass + min(last * self.chunk, self.prompts_per_pass)
+        self.prompts_per_pass: int | None = None if self.replicas > 1 else self["num_prompts"]
+        of_pass = self[ROLLOUTS] + self.chunk if self.prompts_per_pass is None else self.prompts_per_pass
+        rounds, rest = divmod(self[ROLLOUTS] - 1, of_pass)
+        last = -(-(rest + 1) // self.chunk)
+        self.num_chunks = rounds * -(-of_pass // self.chunk) + last
+        self.collected = rounds * of_pass + min(last * self.chunk, of_pass)
+        self.over: int = self.collected - self[ROLLOUTS]  # samples beyond those requested
         self.prompts = self.collected * self.replicas
         self.samples_per_prompt = 1
         self.train("policy", self.global_batch, self.replicas, micro=self.micro, epochs=self[INNER])
@@ -160,11 +137,6 @@ class TrlxJob(RolloutJob):
     def num_mini_batches(self, _: TrainedModel) -> int:
         """Return the updates of a pass over a round's samples; the last one may be short."""
         return self.mini_batches
-
-    @property
-    def outcome(self) -> Run:
-        """Accelerate's loaders keep all prompts."""
-        return "runs"
 
     def summary(self) -> str:
         """Return the numbers of a round, or of an optimizer step, in one line."""
@@ -185,9 +157,6 @@ class TrlxJob(RolloutJob):
         }
         if not self.ppo:
             return derived
-        # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
-        eval_prompts = self.global_batch
-        num_prompts = self["num_prompts"]
         derived |= {
             "rollouts_per_process": self.collected,
             "samples_per_step": self.samples,
@@ -195,7 +164,8 @@ class TrlxJob(RolloutJob):
             "mini_batches": self.mini_batches,
             "optimizer_steps": self.updates(self.policy),
             "total_optimizer_steps": self.planned_steps,
-            "eval_prompts": eval_prompts if num_prompts is None else min(eval_prompts, num_prompts),
+            # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
+            "eval_prompts": min(filter(None, [self.global_batch, self["num_prompts"]])),
         }
         if self.num_chunks <= MAX_LISTED:
             # The prompts of each generate call, in order; a single process's last one of a pass over the prompts is short.
@@ -215,66 +185,50 @@ class TrlxJob(RolloutJob):
 
 
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    yield (
-        counted(job.replicas, "process"),
-        "each collects samples of its own and trains on them; gradients are averaged over them",
-    )
-    yield (
-        TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)",
-        f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step",
-    )
-    yield (MICRO, f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step")
+    averaged = "each collects samples of its own and trains on them; gradients are averaged over them"
+    yield counted(job.replicas, "process"), averaged
+    batch = TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
+    yield batch, f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step"
+    yield MICRO, f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step"
     if not job.ppo:
         return
-    over = job.collected - job[ROLLOUTS]
-    yield from [
-        (ROLLOUTS, f"at least this many per process: {counted(job.collected, 'sample')} are collected"
-         + (f", {over:,} more than requested" if over else "")
-         + f", {job.collected * job.replicas:,} in total"),
-        (CHUNK, f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"),
-        (INNER, f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, "
-         f"{counted(job.updates(job.policy), 'optimizer step')} per round"),
-    ]  # fmt: skip
+    more = f", {job.over:,} more than requested" if job.over else ""
+    collected = f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in total"
+    yield ROLLOUTS, f"at least this many per process: {collected}"
+    yield CHUNK, f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"
+    steps = f"{counted(job.updates(job.policy), 'optimizer step')} per round"
+    yield INNER, f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, {steps}"
     limit = "train.total_steps" if job.planned_steps == job["train.total_steps"] else "train.epochs"
-    yield (
-        f"{job.settings.describe('train.epochs')}, {job.settings.describe('train.total_steps')}",
-        f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run",
-    )
-    yield ("", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones")
+    both = ", ".join(map(job.settings.describe, ("train.epochs", "train.total_steps")))
+    yield both, f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run"
+    yield "", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones"
 
 
 def _notes(job: TrlxJob) -> Iterator[str]:
     yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has {counted(job.replicas, 'process')}."
     if job.passes > 1:
-        yield (
-            f"gradients are summed over the {job.passes:,} passes, not averaged: {job.passes:,} times those of one pass. "
-            "Adam hides it; gradient clipping, epsilon and plain SGD do not."
-        )
+        summed = f"gradients are summed over the {job.passes:,} passes, not averaged: {job.passes:,} times those of one pass"
+        yield f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
         ends = "each pass ends" if job["deepspeed"] else "(deepspeed=true) each pass would end"
-        yield (
-            f"under DeepSpeed {ends} in an optimizer step: {job.passes:,} optimizer steps of "
-            f"{counted(job.micro * job.replicas, 'sample')} instead of one."
-        )
+        steps = f"{job.passes:,} optimizer steps of {counted(job.micro * job.replicas, 'sample')}"
+        yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
     if job[MICRO] == 0:
         yield f"{MICRO}=0 is the same as null."
     if not job.ppo:
         yield f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size and ppo_epochs have no effect."
         return
-    if job.collected != job[ROLLOUTS]:
-        more = job.collected - job[ROLLOUTS]
-        yield f"{more:,} more samples are collected than requested: full chunks, until there are enough."
+    if job.over:
+        yield f"{job.over:,} more samples are collected than requested: full chunks, until there are enough."
     if job.last_batch < job.batch:
-        yield (
-            f"the last mini batch of each pass has {job.last_batch:,} of {job.batch:,} samples and the same weight as others."
-        )
+        size = f"{job.last_batch:,} of {job.batch:,} samples"
+        yield f"the last mini batch of each pass has {size} and the same weight as others."
     num_prompts = job["num_prompts"]
     if num_prompts is None:
         yield "the size of the prompt set is unknown (give num_prompts=N): every chunk is assumed to be full."
     elif job.replicas == 1 and num_prompts % job[CHUNK]:
-        yield (
-            f"every pass over the {num_prompts:,} prompts ends with a chunk of {num_prompts % job[CHUNK]:,}, so later rounds "
-            "may collect a different number of samples than the first, from which trlX computes the planned steps."
-        )
+        ends = f"every pass over the {num_prompts:,} prompts ends with a chunk of {num_prompts % job[CHUNK]:,}"
+        other = "may collect a different number of samples than the first, from which trlX computes the planned steps"
+        yield f"{ends}, so later rounds {other}."
 
 
 RULES: list[Rule[TrlxJob]] = [
@@ -291,9 +245,8 @@ RULES: list[Rule[TrlxJob]] = [
         Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
             holds=lambda job: (
                 job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
-            message=lambda job: (
-                f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
-                "it, and trlX stops in the middle of that step"),
+            message=lambda job: f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step "
+                "already exceeds it, and trlX stops in the middle of that step",
             found_by="run"),
         at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
     ]),

@@ -1,4 +1,4 @@
-"""veRL: its keys, its numbers by its own formulas, its words, and its rules.
+"""veRL: its versions, its keys, its numbers by its own formulas, its words, and its rules.
 
 Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel replica. Sources: veRL `trainer/ppo`,
 `workers/engine_workers.py`.
@@ -10,14 +10,14 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rampup.config.yaml import Located
+from rampup.config.yaml import Located, read_text
 from rampup.dialects.known import load_known_keys, with_lines
 from rampup.dialects.reading import (
     PARENT,
-    Bases,
     Entry,
     Launch,
     Reading,
@@ -25,32 +25,35 @@ from rampup.dialects.reading import (
     Source,
     Version,
     entry,
+    find_in_repository,
+    looked_up,
     program_of,
     read_hydra,
+    repository_folders,
 )
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
-from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
-from rampup.dialects.verl_versions import NEWEST, VERSIONS, WORD, choose_version, old_defaults, read_version
+from rampup.dialects.verdict import Term, counted, product, rounded_down
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors
 from rampup.rl.plan import RolloutPlan
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-REF = "actor_rollout_ref.ref"
-TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
-MINI, MICRO, OLD_MICRO = (f"{ACTOR}.ppo_{name}" for name in ("mini_batch_size", "micro_batch_size_per_gpu", "micro_batch_size"))
-BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
-EPOCHS = f"{ACTOR}.ppo_epochs"
-DYNAMIC = f"{ACTOR}.use_dynamic_bsz"
-LOG_PROB, OLD_LOG_PROB = (f"{ROLLOUT}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
-REF_LOG_PROB, OLD_REF_LOG_PROB = (f"{REF}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
-CRITIC_MINI = "critic.ppo_mini_batch_size"
-CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu"
-OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size"
-WORKERS = f"{ROLLOUT}.agent.num_workers"
+ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
+TRAIN, GEN = (f"data.{name}_batch_size" for name in ("train", "gen"))
+RESPONSES = f"{ROLLOUT}.n"
+MINIS = {"actor": f"{ACTOR}.ppo_mini_batch_size", "critic": "critic.ppo_mini_batch_size"}
+MINI, CRITIC_MINI = MINIS.values()
+BUDGET, EPOCHS = (f"{ACTOR}.ppo_{name}" for name in ("max_token_len_per_gpu", "epochs"))
+# The kinds of passes, and of each: the key of its samples and replica, the deprecated one of the whole job, and whether it is
+# filled by tokens instead (null = as the actor's).
+_PASSES = {"actor": f"{ACTOR}.ppo_", "rollout": f"{ROLLOUT}.log_prob_", "ref": f"{REF}.log_prob_", "critic": "critic.ppo_"}
+MICROS = {kind: f"{start}micro_batch_size_per_gpu" for kind, start in _PASSES.items()}
+OLD_MICROS = {kind: f"{start}micro_batch_size" for kind, start in _PASSES.items()}
+DYNAMICS = {kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz" for kind, start in _PASSES.items()}
+MICRO, OLD_MICRO, DYNAMIC = (keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS))
+LOG_PROB = MICROS["rollout"]
+WORKERS = f"{ROLLOUT}.agent.num_workers"
 _FSDP = {"actor": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp", "ref": f"{REF}.fsdp_config"}
 # Devices that share a sequence with FSDP: the key of today and its deprecated name.
 SEQUENCE = {model: f"{section}.ulysses_sequence_parallel_size" for model, section in _FSDP.items()}
@@ -64,17 +67,19 @@ MODEL_SIZES = {"megatron": MEGATRON_SIZES, "torchtitan": TORCHTITAN_SIZES, "veom
 STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
-GEN = "data.gen_batch_size"
 FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."
-ASYNC_BATCHES = f"{ASYNC}require_batches"
-ASYNC_SYNC = f"{ASYNC}trigger_parameter_sync_step"
-ROLLOUT_DEVICES = "rollout.n_gpus_per_node"
+ASYNC_BATCHES, ASYNC_SYNC = (f"{ASYNC}{name}" for name in ("require_batches", "trigger_parameter_sync_step"))
+DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
+PACKING = {"actor": "actor_rollout_ref.model.use_remove_padding", "critic": "critic.model.use_remove_padding"}
 MODES = ("sync", "colocate_async", "separate_async")
+WORD = "verl_version"
+VERSIONS = tuple(f"0.{number}" for number in range(1, 10))
+NEWEST = len(VERSIONS)  # 0.9, of August 2026; versions are counted from 0.1
 
 
 def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
@@ -155,16 +160,17 @@ KEYS: dict[str, Entry] = {
 # The sizes that veRL's base files set, where they differ from its defaults, as of August 2026.
 _DP: dict[str, Any] = {"model_engine": "dp"}
 _MEGATRON: dict[str, Any] = {PARENT: "ppo_megatron_trainer"}
-_ASYNC_SIZES = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
-_ASYNC_SIZES |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
 _OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
-_ONE_STEP_OFF = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}
 _DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
-_BOTH: dict[str, Any] = {"fully_async_ppo": _ASYNC_SIZES, "one_step_off_ppo": _ONE_STEP_OFF, "transfer_queue_ppo": {}}
-_BOTH |= {"dapo": _DAPO, "dapo_qat": _DAPO}
-
-
-BASES: Bases = {
+_BOTH: dict[str, dict[str, Any]] = {
+    "fully_async_ppo": {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1,
+                        ASYNC_SYNC: 4, ASYNC_BATCHES: 1},
+    "one_step_off_ppo": {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8},
+    "transfer_queue_ppo": {},
+    "dapo": _DAPO,
+    "dapo_qat": _DAPO,
+}  # fmt: skip
+BASES: dict[str, dict[str, Any]] = {
     "ppo_trainer": _DP,
     "ppo_megatron_trainer": {"model_engine": "megatron"},
     **{
@@ -225,29 +231,119 @@ _PROGRAMS = re.compile(
     r"(?:.*/)?verl/trainer/main_ppo(?:_sync|_v0)?|(?:.*/)?verl/(?:experimental|recipe)/.+|(?:.*/)?recipe/.+"
     r"|(?:main_[^/]*)?"
 )
+_NUMBER = re.compile(r"v?(\d+)\.(\d+)([\w.]*)")
+_PIN = re.compile(r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.\d+[\w.]*)")
+_PINNED = ("requirements*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
+_MANY = 50  # a file with so many keys is a base file of its version
+_LAST_OF_OLD_WORKERS = 7
+# Key: its value until a version, that of 0.9 since then.
+_UNTIL: Mapping[str, tuple[int, Any]] = {
+    **{OLD_MICROS[kind]: (1, size) for kind, size in {"actor": 64, "rollout": 128, "ref": 128, "critic": 64}.items()},
+    **dict.fromkeys(PACKING.values(), (6, False)),
+    f"{ROLLOUT}.mode": (6, "sync"),
+    "trainer.use_v1": (8, False),
+}
+_Evidence = tuple[Collection[int], str]  # the versions that are possible, the likeliest first, and why
+
+
+def old_defaults(version: int) -> dict[str, Any]:
+    """Return the sizes that a version has by default, where they differ from those of 0.9."""
+    return {key: value for key, (last, value) in _UNTIL.items() if version <= last}
+
+
+def _stated_version(text: str) -> int:
+    """Return the version that a user states, such as `0.4.1` or `head`."""
+    if text == "head":
+        return NEWEST
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[1] != "0" or f"0.{match[2]}" not in VERSIONS:
+        said = f"{WORD}={text} must be one of {', '.join(VERSIONS)}; {VERSIONS[-1]} or head is that of August 2026"
+        raise ConfigError(said, key=WORD, nearest=VERSIONS)
+    return int(match[2])
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a source as Hydra does, by the rules of the version of veRL that it is for.
-
-    Raises:
-        ConfigError: see `read_hydra`; or the source starts a program that is not veRL's, and no version is stated.
-    """
+    """Read a source as Hydra does, by the rules of its version, which the user states of a program that is not veRL's."""
     stated = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{WORD}=")]
     others = [setting for setting in overrides if not setting.startswith(f"{WORD}=")]
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
-        version = choose_version(reading, beside, read_version(stated[-1]) if stated else None)
+        texts = stated or ([str(reading.leaves[WORD].value)] if WORD in reading.leaves else [])
+        found = ([_stated_version(texts[-1])], f"{WORD} says so") if texts else _find_versions(reading, beside)
+        (version, *possible), why = found
+        name = VERSIONS[version - 1]
+        is_default = version == NEWEST and not why
+        notes = [] if is_default else [f"the rules are those of veRL {name}: {why}. {WORD}=... chooses another."]
         command = reading.command
-        if command is None or _PROGRAMS.fullmatch(program := program_of(command)):
-            return version
-        said = f"this starts {program}, a trainer of a fork: its rules may differ from those of veRL"
-        if stated:
-            return dataclasses.replace(version, notes=(*version.notes, f"{said}."), is_fork=True)
-        said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={version.defaults[WORD]}"
-        raise ConfigError(said, key=WORD, path=command.path, line=command.line or None)
+        if is_fork := command is not None and not _PROGRAMS.fullmatch(program_of(command)):
+            said = f"this starts {program_of(command)}, a trainer of a fork: its rules may differ from those of veRL"
+            if not stated:
+                said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={name}"
+                raise ConfigError(said, key=WORD, path=command.path, line=command.line or None)
+            notes.append(f"{said}.")
+        defaults = {WORD: name, **old_defaults(version)}
+        return Version(defaults=defaults, notes=notes, others=tuple(VERSIONS[other - 1] for other in possible), is_fork=is_fork)
 
     return read_hydra(source, others, launch, choose)
+
+
+def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence:
+    """Return the version of a source: that of its version file, a pin, its base file, or what its keys fit."""
+    known = load_known_keys("verl")
+    required = [key for key in looked_up(reading, beside) if known.life(key)]
+    added = sorted(reading.written("+"))
+    # For each version the keys that it has not, and those that `+` adds although it has them.
+    misfits = {
+        version: [key for key in required if not known.has(key, version)]
+        + [f"+{key}" for key in added if known.has(key, version)]
+        for version in range(1, NEWEST + 1)
+    }
+    if file := next(_statements(reading.path), None):
+        possible, why = file
+        return sorted(possible, key=lambda version: (len(misfits[version]), -version)), why
+    leaves = beside or (reading.leaves if reading.command is None else {})
+    own = {known.name(key) for key in leaves}
+    if len(own) >= _MANY:
+        files = {version: known.in_version(version) for version in misfits}
+        best = max(files, key=lambda version: len(own & files[version]) / len(own | files[version]))
+        return [best], f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys of that version"
+    versions, why = [*misfits], ""
+    given = {key for key, place in reading.leaves.items() if place.value is not None}
+    old = [key for kind, key in OLD_MICROS.items() if key in given and MICROS[kind] not in reading.leaves]
+    if old and reading.command is not None:
+        versions, why = versions[:_LAST_OF_OLD_WORKERS], f"later versions do not read {old[0]}"
+    least = min(len(misfits[version]) for version in versions)
+    fitting = [version for version in versions if len(misfits[version]) == least][::-1]
+    if len(misfits[NEWEST]) > least:
+        unfit = next(name for name in misfits[NEWEST] if name not in misfits[fitting[0]])
+        why = f"{unfit} does not fit later versions"
+    return fitting, why
+
+
+def _statements(path: str) -> Iterator[_Evidence]:
+    """Yield the versions that files say, from the source upwards."""
+    for file in find_in_repository(path, "verl/version/version"):
+        if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
+            yield _of_version_file(int(match[1]), int(match[2]), match[3]), f"{_short(file)} says {text}"
+    for folder in repository_folders(path):
+        for file in (file for pattern in _PINNED for file in sorted(folder.glob(pattern)) if file.is_file()):
+            if match := _PIN.search(read_text(file)):
+                yield [min(max(int(match[1].split(".")[1]), 1), NEWEST)], f"{_short(file)} pins {match[1]}"
+
+
+def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
+    """Return what a version file may mean: until 0.5 its `.dev` came after a release, since 0.6 before one."""
+    if major > 0 or minor > NEWEST:
+        return [NEWEST]
+    if minor <= 1:  # unchanged until February 2025, when most of 0.2 was there
+        return [1, 2]
+    if "dev" not in rest:
+        return [minor]
+    return {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}.get(minor, [minor - 1, minor])
+
+
+def _short(file: Path) -> str:
+    return "/".join(file.parts[-3:])
 
 
 CRITIC_BUDGET = 32_768
@@ -260,9 +356,9 @@ COUNTS = (
     *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
 )
-STATIC_COUNTS = (OLD_MICRO, MICRO, OLD_LOG_PROB, LOG_PROB, OLD_REF_LOG_PROB, REF_LOG_PROB)
+STATIC_COUNTS = tuple(keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS))
 CRITIC_COUNTS = (
-    *(CRITIC_MINI, OLD_CRITIC_MICRO, CRITIC_MICRO, "critic.ppo_epochs"),
+    *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
     *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
     *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
 )
@@ -271,16 +367,15 @@ CRITIC_COUNTS = (
 class VerlJob(RolloutJob):
     """A veRL file's numbers, by veRL's own formulas."""
 
-    data_epochs = "trainer.total_epochs"
-
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others):
             raise ConfigError("the recipe gkd has a trainer of its own, which the rules of veRL do not cover", key="teacher")
         self.era = VERSIONS.index(self[WORD]) + 1  # the version, counted from 0.1
         self.version = "veRL of August 2026 (1dda039)" if self.era == NEWEST else f"veRL {self[WORD]}"
+        # Whether passes are filled by tokens (dynamic) or by a fixed number of samples (static).
+        self.dynamic = {kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()}
         self._choose_trainer()
-        self._choose_passes()
         self._choose_backends()
         self._count_replicas()
         if self.usable:
@@ -290,31 +385,23 @@ class VerlJob(RolloutJob):
     def _choose_trainer(self) -> None:
         """Decide which trainer and workers run, and which models."""
         # Workers until 0.7, which read the whole job's micro sizes and whose last mini batch and pass may be smaller.
-        self.old_workers = self.era <= 7 and self["trainer.use_legacy_worker_impl"] != "disable"
+        self.old_workers = self.era <= _LAST_OF_OLD_WORKERS and self["trainer.use_legacy_worker_impl"] != "disable"
         self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
-        self.has_ref = bool(self.era <= 3 or self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"])
-        self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
+        has_ref = self.era <= 3 or self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if has_ref else []))
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
         # Other trainers borrow some of its keys, such as partial_rollout.
-        given = {key for key in (ASYNC_BATCHES, ASYNC_SYNC) if self[key] is not None}
-        if self[TRAIN] == 0:
-            given |= {key for key in self.settings.others if key.startswith(ASYNC)}
-        self.fully_async = bool(given)
+        given = any(self[key] is not None for key in (ASYNC_BATCHES, ASYNC_SYNC))
+        self.fully_async = given or (self[TRAIN] == 0 and any(key.startswith(ASYNC) for key in self.settings.others))
         self.v1: bool = self["trainer.use_v1"] and not self.fully_async and self.era >= 9  # the newer trainer, which pads
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
         self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
         # Whether processes generate, each an equal share of the samples.
-        self.has_agents = not self.v1 and not self.fully_async
-        self.has_agents = self.has_agents and (self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async"))
-
-    def _choose_passes(self) -> None:
-        """Decide for each model whether its passes are filled by tokens (dynamic) or by a fixed number of samples (static)."""
-        self.dynamic: bool = self[DYNAMIC]
-        self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
-        self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
-        # The critic's engine since 0.8 uses tokens in any case.
-        self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))
+        is_older = not self.v1 and not self.fully_async
+        self.has_agents = is_older and (self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async"))
+        # Whether the check looks at the samples of a step: none in 0.1, and since 0.6 only a static one.
+        self.checks_step = self.era >= 2 and (not self.dynamic["actor"] or self.era <= 5)
 
     def _choose_backends(self) -> None:
         """Decide the backend of each model."""
@@ -342,10 +429,10 @@ class VerlJob(RolloutJob):
         self.model_sizes: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
         # Since 0.8 the critic's deprecated key is read by the check alone. The older workers read no other.
-        old = {model: self[OLD_SEQUENCE[model]] for model in ("actor", "critic")}
-        old["ref"] = old["actor"] if self.old_workers else self._or(OLD_SEQUENCE["ref"], old["actor"])
-        if not self.old_workers:
-            old["critic"] = 1
+        actor = self[OLD_SEQUENCE["actor"]]
+        old = {"actor": actor, "critic": 1, "ref": self._or(OLD_SEQUENCE["ref"], actor)}
+        if self.old_workers:
+            old |= {"critic": self[OLD_SEQUENCE["critic"]], "ref": actor}
         for model, strategy in self.strategies.items():
             self.model_sizes[model] = old[model] if old[model] > 1 or self.old_workers else self[SEQUENCE[model]]
             if strategy in MODEL_SIZES:
@@ -356,7 +443,7 @@ class VerlJob(RolloutJob):
 
         # Keys that must be positive. Fully asynchronous training has no batch of prompts.
         counts = (*(() if self.fully_async else (TRAIN,)), *COUNTS)
-        counts += (() if self.dynamic else STATIC_COUNTS) + (CRITIC_COUNTS if self.has_critic else ())
+        counts += (() if self.dynamic["actor"] else STATIC_COUNTS) + (CRITIC_COUNTS if self.has_critic else ())
         self.usable = all(self[key] is None or self[key] >= 1 for key in counts)
         self.usable = self.usable and all(self.replicas[model] >= 1 for model in self.models)
 
@@ -385,25 +472,29 @@ class VerlJob(RolloutJob):
     def _count_updates(self) -> None:
         """Count what the actor and the critic train on in an update, and the actor's passes."""
         # Tokens of a pass and replica: the budget of all devices that share a sequence.
+        is_dynamic = self.dynamic["actor"]
         shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        actor_size = self.model_sizes["actor"]
-        self.token_budget: int = self[BUDGET] * (shares if self.strategies["actor"] == "megatron" else actor_size)
+        if self.strategies["actor"] != "megatron":
+            shares = self.model_sizes["actor"]
+        self.token_budget: int = self[BUDGET] * shares
         # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
-        self.micro: int | None = None if self.dynamic else self.whole_job_share(OLD_MICRO, MICRO, "actor")
+        self.micro = None if is_dynamic else self.pass_size("actor")
         # FSDP's workers of 0.2 have no loop over epochs.
         epochs = 1 if self.era == 2 else self[EPOCHS]
         self.mini_shares: dict[str, int] = {}  # samples of an update and replica, also if a step has fewer
-        self._train("actor", self[MINI], micro=self.micro, tokens=self.token_budget if self.dynamic else None, epochs=epochs)
+        self._train("actor", self[MINI], micro=self.micro, tokens=self.token_budget if is_dynamic else None, epochs=epochs)
         if self.has_critic:
+            # Its engine since 0.8 fills its passes by tokens in any case.
+            is_static = self.old_workers and not self.dynamic["critic"]
+            micro = self.pass_size("critic") if is_static else None
+            budget = self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"]
+            tokens = None if is_static else budget if self.old_workers else CRITIC_BUDGET
             critic_epochs = epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
-            micro: int | None = None
-            tokens: int | None = CRITIC_BUDGET  # its engine since 0.8 fills its passes by tokens in any case
-            if self.old_workers:
-                tokens = self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"] if self.critic_dynamic else None
-                micro = None if self.critic_dynamic else self.whole_job_share(OLD_CRITIC_MICRO, CRITIC_MICRO, "critic")
             self._train("critic", self.effective(CRITIC_MINI), micro=micro, tokens=tokens, epochs=critic_epochs)
         if self.micro:
             self.passes = -(-self.policy.share // self.micro) if self.old_workers else self.policy.share // self.micro
+        # The data loader of fully asynchronous training gives prompts one by one: only the end of the run is dropped.
+        self.read_data(self["trainer.total_epochs"], joined=self.fully_async)
 
     def _train(self, name: str, mini_batch: int, **sizes: Any) -> None:
         """Add a model that is trained. The older workers round its share of a mini batch down, and cut what there is."""
@@ -415,15 +506,15 @@ class VerlJob(RolloutJob):
             samples = min(self.mini_shares[name], self.step_share(name)) * replicas
         self.trained[name] = TrainedModel(name=name, mini_batch=mini_batch, mini_samples=samples, replicas=replicas, **sizes)
 
-    @property
-    def checks_step(self) -> bool:
-        """Whether the check looks at the samples of a step: none in 0.1, and since 0.6 only a static one."""
-        return self.era >= 2 and (not self.dynamic or self.era <= 5)
-
-    def whole_job_share(self, old: str, new: str, model: str) -> int | None:
+    def pass_size(self, kind: str) -> int | None:
         """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
-        own: int | None = self[new]
-        return self[old] // self.replicas[model] if self.old_workers and self[old] is not None else own
+        own: int | None = self[MICROS[kind]]
+        old: int | None = self[OLD_MICROS[kind]]
+        return old // self.replicas[_model(kind)] if self.old_workers and old is not None else own
+
+    def is_static(self, kind: str) -> bool:
+        """Return whether the check looks at the samples of these passes."""
+        return _model(kind) in self.models and not self.dynamic["critic" if kind == "critic" else "actor"]
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -481,21 +572,6 @@ class VerlJob(RolloutJob):
         """Return the samples of a part of a step that one replica of a model gets."""
         return self.padded_part_samples // self.replicas[model]
 
-    def derived(self) -> dict[str, Any]:
-        """Return the numbers of the report."""
-        derived = super().derived()
-        if self.fully_async and self["num_prompts"] is not None:  # its loader gives prompts one by one and drops none
-            derived["training_steps"] = self["num_prompts"] * self[self.data_epochs] // self.prompts
-            derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
-        return derived
-
-    @property
-    def outcome(self) -> Run:
-        """Fully asynchronous training drops only the prompts at the end of the run that fill no step."""
-        if not self.fully_async:
-            return super().outcome
-        return "drops" if (self["num_prompts"] or 0) * self[self.data_epochs] % self.prompts else "runs"
-
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
         is_cut = any(model.mini_samples != model.mini_batch * self.samples_per_prompt for model in self.trained.values())
@@ -512,7 +588,7 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
         f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
         f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
     )
-    if job.dynamic:
+    if job.dynamic["actor"]:
         yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
     else:
         yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
@@ -584,7 +660,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
             f"the newer trainer adds {padded} so that every mini batch is full; the "
             "loss still divides by full mini batches. trainer.use_v1=false fails instead."
         )
-    if job.dynamic:
+    if job.dynamic["actor"]:
         yield "with a token budget veRL skips most of its checks of sizes and ignores micro batch sizes."
         if job.token_budget < job.longest:
             yield (
@@ -594,7 +670,7 @@ def _notes(job: VerlJob) -> Iterator[str]:
     if job.critic is not None and not job.old_workers:
         yield (
             "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
-            f"{CRITIC_BUDGET:,} of them, regardless of {CRITIC_MICRO} and critic.use_dynamic_bsz."
+            f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and critic.use_dynamic_bsz."
         )
         if job[OLD_SEQUENCE["critic"]] > 1:
             old, new = OLD_SEQUENCE["critic"], SEQUENCE["critic"]
@@ -604,9 +680,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
             yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
         if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
             yield "there is a critic because algorithm.adv_estimator is gae by default."
-    deprecated = {OLD_MICRO: MICRO, OLD_LOG_PROB: LOG_PROB, OLD_REF_LOG_PROB: REF_LOG_PROB, OLD_CRITIC_MICRO: CRITIC_MICRO}
-    deprecated |= {OLD_SEQUENCE["actor"]: SEQUENCE["actor"]}
-    for old, new in deprecated.items():
+    deprecated = [*((OLD_MICROS[kind], MICROS[kind]) for kind in MICROS), (OLD_SEQUENCE["actor"], SEQUENCE["actor"])]
+    for old, new in deprecated:
         if old in job.settings.given and job[old] is not None and not job.old_workers:
             yield f"{old} is deprecated; use {new}."
     if not job.settings.given & set(ROLLOUT_SIZES) and job.rollout_devices % job.rollout_size:
@@ -642,24 +717,14 @@ def _notes(job: VerlJob) -> Iterator[str]:
     yield "the learning rate advances once per training step, not per optimizer step."
 
 
-DEVICES = "trainer.n_gpus_per_node"
-PACKING = "actor_rollout_ref.model.use_remove_padding"
-CRITIC_PACKING = "critic.model.use_remove_padding"
-MINIS = {"actor": MINI, "critic": CRITIC_MINI}
 Rules = list[Rule[VerlJob]]
 Condition = Callable[[VerlJob], bool]
+_DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
-def _static(job: VerlJob) -> bool:
-    return not job.dynamic
-
-
-def _critic_static(job: VerlJob) -> bool:
-    return job.has_critic and not job.critic_dynamic
-
-
-def _engine_workers(job: VerlJob) -> bool:
-    return not job.old_workers
+def _model(kind: str) -> str:
+    """Return the model that makes a kind of passes."""
+    return "actor" if kind == "rollout" else kind
 
 
 def _mini(name: str) -> Side[VerlJob]:
@@ -668,9 +733,6 @@ def _mini(name: str) -> Side[VerlJob]:
 
 def _replicas(model: str) -> Side[VerlJob]:
     return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
-
-
-_DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
 def _model_size(model: str) -> Side[VerlJob]:
@@ -695,50 +757,60 @@ def _megatron_starts(model: str) -> Rule[VerlJob]:
         found_by="run")  # fmt: skip
 
 
-def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
+def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
+    old, new = OLD_MICROS[kind], MICROS[kind]
 
     def follows(job: VerlJob) -> bool:  # since 0.5 the default of the critic's micro size is the deprecated key
-        return new == CRITIC_MICRO and new not in job.settings.given and job.era >= 5
+        return kind == "critic" and new not in job.settings.given and job.era >= 5
 
     def new_value(job: VerlJob) -> Any:
         return job[old if follows(job) else new]
 
-    return [
-        Rule(name=f"verl.{name}_given", keys=(new,), when=when,
-            holds=lambda job: job[old] is not None or new_value(job) is not None,
+    return apply_if(lambda job: job.is_static(kind), [
+        Rule(name=f"verl.{kind}_micro_given", keys=(new,), holds=lambda job: job[old] is not None or new_value(job) is not None,
             message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
             # The largest divisor up to 8 is a good start.
             candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
-        Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
+        Rule(name=f"verl.{kind}_micro_given_once", keys=(old, new),
             holds=lambda job: job[old] is None or new_value(job) is None,
             message=lambda job: (
                 f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; "
                 + ("the second is the first by default, so the first can never be used" if follows(job)
                    else "the first is deprecated")),
             candidates=lambda job: [None]),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
-def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
-    """Return the check's rules for a deprecated micro batch size, which counts the samples of the whole job."""
-    sequence = OLD_SEQUENCE[name]
+def _checked_model(name: str) -> Rules:
+    """Return what the check asks of the actor or the critic. A deprecated micro size counts the samples of the whole job."""
+    prefix = "" if name == "actor" else "critic_"
+    micro, sequence, packing = (keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING))
 
-    def fsdp(job: VerlJob) -> bool:
+    def is_fsdp(job: VerlJob) -> bool:
         return job.strategies[name].startswith("fsdp")
 
     def given(job: VerlJob) -> bool:
-        return when(job) and job[key] is not None
+        return job.is_static(name) and job[micro] is not None
+
+    def packs(job: VerlJob) -> bool:  # until 0.4 only with the strategy `fsdp` itself
+        reads = name == "actor" or (job.old_workers and job.has_critic)
+        return reads and job[sequence] > 1 and (job.strategies[name] == "fsdp" or (is_fsdp(job) and job.era >= 5))
 
     def near(job: VerlJob) -> list[int | None]:
-        whole = sorted(divisors(job.trained[name].mini_batch), key=lambda n: (abs(n - job[key]), n))
+        whole = sorted(divisors(job.trained[name].mini_batch), key=lambda n: (abs(n - job[micro]), n))
         return [*whole, *range(job.devices, job.devices + 64), None]
 
     return [
-        multiple(f"verl.{name}_old_micro_divides_mini", (key, MINIS[name]), _mini(name), key, when=given, candidates=near),
-        at_least(f"verl.{name}_old_micro_reaches_every_device", (key, sequence),
-            lambda job: product({key: job[key], sequence: job[sequence] if fsdp(job) else 1}), _DEVICES,
-            when=lambda job: given(job) and (name == "actor" or fsdp(job)), candidates=near),
+        at_least(f"verl.{prefix}mini_at_most_train", (MINIS[name], TRAIN), TRAIN, _mini(name),
+            when=lambda job: job.is_static(name) and job.era >= 3, note="; both count prompts"),
+        multiple(f"verl.{name}_old_micro_divides_mini", (micro, MINIS[name]), _mini(name), micro, when=given, candidates=near),
+        at_least(f"verl.{name}_old_micro_reaches_every_device", (micro, sequence),
+            lambda job: product({micro: job[micro], sequence: job[sequence] if is_fsdp(job) else 1}), _DEVICES,
+            when=lambda job: given(job) and (name == "actor" or is_fsdp(job)), candidates=near),
+        Rule(name=f"verl.{prefix}sequence_parallel_needs_packing", keys=(packing, sequence), when=packs,
+            holds=lambda job: job[packing], message=lambda job: f"{sequence}={job[sequence]:,} needs {packing}=true",
+            candidates=lambda job: [True]),
     ]  # fmt: skip
 
 
@@ -755,22 +827,15 @@ def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
     key = f"{PREFIXES[name]}.strategy"
 
     def applies(job: VerlJob) -> bool:
-        reads_megatron = name == "actor" and job.foreign_strategy(key) == "megatron" and _static(job) and not job.fully_async
-        return (name == "actor" or job.has_critic) and checked == reads_megatron
+        is_read = name == "actor" and job.foreign_strategy(key) == "megatron" and job.is_static(name) and not job.fully_async
+        return name in job.models and checked == is_read
 
     return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
         holds=lambda job: job.foreign_strategy(key) is None,
-        message=lambda job: (
-            f"{key}={job[key]} is not a backend of model_engine={job['model_engine']}, whose configuration has none of "
-            f"its sizes{'' if checked else ': the engine stops'}"),
+        message=lambda job: f"{key}={job[key]} is not a backend of model_engine={job['model_engine']}, whose configuration has "
+            f"none of its sizes{'' if checked else ': the engine stops'}",
         candidates=lambda job: [engine for engine, backend in ENGINES.items() if job[key].startswith(backend)],
         found_by="validator" if checked else "run")  # fmt: skip
-
-
-def _packs(job: VerlJob, model: str) -> bool:
-    """Return whether the check asks for packing: devices share a sequence, until 0.4 only with the strategy `fsdp` itself."""
-    strategy = job.strategies[model]
-    return job[OLD_SEQUENCE[model]] > 1 and (strategy == "fsdp" or (strategy.startswith("fsdp") and job.era >= 5))
 
 
 # veRL's own check. A token budget skips most of it.
@@ -780,55 +845,42 @@ _CHECK: Rules = apply_if(lambda job: not job.fully_async and job.era >= 2, [
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=lambda job: job.checks_step),
-    at_least("verl.mini_at_most_train", (MINI, TRAIN), TRAIN, _mini("actor"),
-        when=lambda job: not job.dynamic and job.era >= 3, note="; both count prompts"),
-    *_deprecated_micro("actor", OLD_MICRO, _static),
-    Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, OLD_SEQUENCE["actor"]),
-        when=lambda job: _packs(job, "actor"),
-        holds=lambda job: job[PACKING],
-        message=lambda job: f"{OLD_SEQUENCE['actor']}={job[OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
-        candidates=lambda job: [True]),
-    *_deprecated_micro("critic", OLD_CRITIC_MICRO, _critic_static),
-    at_least("verl.critic_mini_at_most_train", (CRITIC_MINI, TRAIN), TRAIN, _mini("critic"),
-        when=lambda job: _critic_static(job) and job.era >= 3, note="; both count prompts"),
-    Rule(name="verl.critic_sequence_parallel_needs_packing", keys=(CRITIC_PACKING, OLD_SEQUENCE["critic"]),
-        when=lambda job: job.old_workers and job.has_critic and _packs(job, "critic"),
-        holds=lambda job: job[CRITIC_PACKING],
-        message=lambda job: f"{OLD_SEQUENCE['critic']}={job[OLD_SEQUENCE['critic']]:,} needs {CRITIC_PACKING}=true",
-        candidates=lambda job: [True]),
+    *_checked_model("actor"), *_checked_model("critic"),
 ])  # fmt: skip
 # The classes of veRL's settings check these, so they hold for every trainer that uses them.
 _CHECK += [
     _strategy_fits("actor", checked=True),
     Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
-        message=lambda job: (
-            f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, whose "
-            "configuration has no such keys"),
+        message=lambda job: f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, "
+            "whose configuration has no such keys",
         candidates=lambda job: list(ENGINES)),
     *apply_if(lambda job: job.era >= 2, [
-        *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
-    Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
-        when=lambda job: not job.dynamic and job.checked_as_megatron and job[OLD_MICRO] is not None,
-        holds=lambda job: job[MICRO] is not None,
-        message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
-        division=lambda job: (job.policy.share, 1)),
-        *_one_of_two("rollout_micro", OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
-        *_one_of_two("ref_micro", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.step_share("ref"),
-            when=lambda job: _static(job) and job.has_ref),
-        *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
-            _critic_static),
+        *_one_of_two("actor", lambda job: job.policy.share),
+        Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
+            when=lambda job: job.is_static("actor") and job.checked_as_megatron and job[OLD_MICRO] is not None,
+            holds=lambda job: job[MICRO] is not None,
+            message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
+            division=lambda job: (job.policy.share, 1)),
+        *_one_of_two("rollout", lambda job: job.step_share()),
+        *_one_of_two("ref", lambda job: job.step_share("ref")),
+        *_one_of_two("critic", lambda job: job.trained["critic"].mini_batch),
     ]),
     Rule(name="verl.known_keys", keys=("data.train_batch_size",), holds=lambda job: not job.unknown_keys(),
-        message=lambda job: (
-            f"{_listed(job.unknown_keys())} must be written with `+`, or left out: "
-            f"no base file of veRL {job[WORD]} has it. A fork with keys of its own: give one on rampup's command line"),
+        message=lambda job: f"{_listed(job.unknown_keys())} must be written with `+`, or left out: no base file of veRL "
+            f"{job[WORD]} has it. A fork with keys of its own: give one on rampup's command line",
         candidates=lambda job: None),
 ]  # fmt: skip
 
 
-def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
+def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
+    shown = with_lines(keys)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
-    return Rule(name=f"verl.{name}_micro_per_gpu_needed", keys=(new, old),
+    old, new = OLD_MICROS[kind], MICROS[kind]
+    return Rule(name=f"verl.{kind}_micro_per_gpu_needed", keys=(new, old),
         when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None,
         message=lambda job: (
             f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
@@ -849,11 +901,12 @@ def _mini_divides(name: str) -> Rules:
     ])  # fmt: skip
 
 
-def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJob]:
+def _log_prob(kind: str) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes."""
-    return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
+    key, model = MICROS[kind], _model(kind)
+    return multiple(f"verl.{kind}_micro_divides_share", (key, TRAIN),
         ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
-        when=lambda job: model in job.models and not dynamic(job) and job[key] is not None and not job.old_workers,
+        when=lambda job: model in job.models and not job.dynamic[kind] and job[key] is not None and not job.old_workers,
         note=" when log-probabilities are computed")  # fmt: skip
 
 
@@ -864,16 +917,13 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
         note=": only equal chunks are dispatched")  # fmt: skip
 
 
-def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
-    shown = with_lines(keys)
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
-
-
-def _old_micro_reaches_replicas(name: str, old: str, when: Condition = lambda _: True) -> Rule[VerlJob]:
+def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
     """Return the rule that a whole job's size gives each replica a sample; the older workers divide it."""
-    model = name if name in MINIS else "actor"
-    return at_least(f"verl.{name}_old_micro_reaches_every_replica", (old,), old, _replicas(model),
-        when=lambda job: job.old_workers and job[old] is not None and when(job))  # fmt: skip
+    old = OLD_MICROS[kind]
+    return at_least(f"verl.{kind}_old_micro_reaches_every_replica", (old,), old, _replicas(kind if kind in MINIS else "actor"),
+        when=lambda job: (
+            job.old_workers and job[old] is not None and _model(kind) in job.models
+            and (kind in MINIS or not job.dynamic[kind])))  # fmt: skip
 
 
 def _mini_reaches_replicas(name: str) -> Rule[VerlJob]:
@@ -883,61 +933,47 @@ def _mini_reaches_replicas(name: str) -> Rule[VerlJob]:
         when=lambda job: job.old_workers and name in job.models)  # fmt: skip
 
 
-def _old_passes_fit(name: str, old: str, new: str) -> Rules:
+def _old_passes_fit(name: str) -> Rules:
     """Return what the older workers ask of the samples of a pass: to divide a mini batch, or in 0.2 and 0.3 to fit into it."""
 
-    def divides(job: VerlJob) -> bool:
-        return job.era not in (2, 3) or job[old] is not None
-
     def size(job: VerlJob) -> int:
-        return job.whole_job_share(old, new, name) or 0
+        return job.pass_size(name) or 0
 
-    def given(job: VerlJob) -> bool:
-        return job.old_workers and name in job.models and size(job) > 0 and job.mini_shares[name] > 0
-
-    def is_static(job: VerlJob) -> bool:
-        return not (job.critic_dynamic if name == "critic" else job.dynamic)
+    def divides(job: VerlJob) -> bool:
+        return job.era not in (2, 3) or job[OLD_MICROS[name]] is not None
 
     share: Side[VerlJob] = ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name])
     micro: Side[VerlJob] = ("the {:,} of a pass", size)
-    keys = (new, old, MINIS[name])
-    return [
-        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: given(job) and divides(job),
+    keys = (MICROS[name], OLD_MICROS[name], MINIS[name])
+    return apply_if(lambda job: job.old_workers and name in job.models and job.mini_shares[name] > 0, [
+        multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: size(job) > 0 and divides(job),
             note=", also with a token budget"),
         at_least(f"verl.{name}_pass_fits_mini", keys, share, micro,
-            when=lambda job: given(job) and not divides(job) and is_static(job),
+            when=lambda job: size(job) > 0 and not divides(job) and job.is_static(name),
             note=": the loss is divided by the passes of a full mini batch, which would be 0"),
         multiple(f"verl.{name}_minis_fill_share", (TRAIN, MINIS[name]),
             ("each replica's {:,} samples of a step", lambda job: job.step_share(name)), share,
-            when=lambda job: (
-                job.old_workers and name in job.models and job.mini_shares[name] > 0
-                and (job.era == 1 or job.strategies[name] == "megatron"))),
-    ]  # fmt: skip
+            when=lambda job: job.era == 1 or job.strategies[name] == "megatron"),
+    ])  # fmt: skip
 
 
 # What only the run finds.
 _RUN: Rules = [
     *map(_mini_reaches_replicas, MINIS),
-    _old_micro_reaches_replicas("actor", OLD_MICRO),
-    _old_micro_reaches_replicas("critic", OLD_CRITIC_MICRO, lambda job: job.has_critic),
-    _old_micro_reaches_replicas("rollout", OLD_LOG_PROB, lambda job: not job.rollout_dynamic),
-    _old_micro_reaches_replicas("ref", OLD_REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
-    *_old_passes_fit("actor", OLD_MICRO, MICRO),
-    *_old_passes_fit("critic", OLD_CRITIC_MICRO, CRITIC_MICRO),
+    *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
+    *_old_passes_fit("actor"), *_old_passes_fit("critic"),
     _strategy_fits("actor", checked=False),
     _strategy_fits("critic", checked=False),
-    Rule(name="verl.dynamic_everywhere", keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC), when=_engine_workers,
-        holds=lambda job: job.dynamic == job.rollout_dynamic,
-        message=lambda job: (
-            f"{ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
-            f"{DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
-        candidates=lambda job: [job.dynamic]),
-    *apply_if(_engine_workers, [
-        _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
-        _per_gpu_needed("rollout", OLD_LOG_PROB, LOG_PROB, _static),
-        _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
-        *_mini_divides("actor"),
-        *_mini_divides("critic"),
+    *apply_if(lambda job: not job.old_workers, [
+        Rule(name="verl.dynamic_everywhere", keys=(DYNAMICS["rollout"], DYNAMIC),
+            holds=lambda job: job.dynamic["actor"] == job.dynamic["rollout"],
+            message=lambda job: f"{DYNAMICS['rollout']}={str(job.dynamic['rollout']).lower()} must equal "
+                f"{DYNAMIC}={str(job.dynamic['actor']).lower()}; the workers stop without a message",
+            candidates=lambda job: [job.dynamic["actor"]]),
+        _per_gpu_needed("actor", lambda job: job.is_static("actor") and job.strategies["actor"] != "megatron"),
+        _per_gpu_needed("rollout", lambda job: job.is_static("rollout")),
+        _per_gpu_needed("ref", lambda job: "ref" in job.models and not job.dynamic["ref"]),
+        *_mini_divides("actor"), *_mini_divides("critic"),
     ]),
     multiple("verl.micro_divides_mini", (MICRO, MINI),
         lambda job: Term(
@@ -945,8 +981,7 @@ _RUN: Rules = [
             f"{job.policy.share:,} samples",
             job.policy.share),
         MICRO, when=lambda job: job.micro is not None and not job.old_workers),
-    _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
-    _log_prob("ref", REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
+    _log_prob("rollout"), _log_prob("ref"),
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS),
         lambda job: Term(
@@ -983,7 +1018,7 @@ RULES: Rules = [
         when=lambda job: not job.fully_async, found_by="run"),
     *[rule for key in COUNTS
       for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
-    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
+    *positive("verl", STATIC_COUNTS, "the run divides by it", when=lambda job: job.is_static("actor"), found_by="run"),
     *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
     *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
     *map(_has_a_replica, PREFIXES),
