@@ -1,7 +1,6 @@
 """Megatron: its arguments and how they are read, its two ramps, replicas, microbatches and pipeline, and its rules.
 
-A file is YAML with underscores or dashes, NeMo's nested YAML, or a command line. The ramps are computed exactly and with
-Megatron's own roundings. The run finds many problems only when the step of a phase comes.
+The ramps are computed exactly and with Megatron's own roundings. Only the run finds many problems, when a phase's step comes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.known import find_open_forks, load_known_keys, with_lines
 from rampup.dialects.reading import (
-    Entry,
     Launch,
+    Reading,
     Settings,
     Source,
     entry,
@@ -43,13 +43,10 @@ from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
 from rampup.plan.split import BatchSplitter
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
-MICRO = "micro_batch_size"
-GLOBAL = "global_batch_size"
+MICRO, GLOBAL, EVAL_MICRO, EVAL_GLOBAL = (f"{scope}_batch_size" for scope in ("micro", "global", "eval_micro", "eval_global"))
 DECREASE = "decrease_batch_size_if_needed"
-TENSOR = "tensor_model_parallel_size"
-STAGES = "pipeline_model_parallel_size"
-CONTEXT = "context_parallel_size"
-MODEL_AXES = (TENSOR, STAGES, CONTEXT)
+MODEL_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+TENSOR, STAGES, CONTEXT = MODEL_AXES
 VIRTUAL = "virtual_pipeline_model_parallel_size"
 PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 GROUP = "microbatch_group_size_per_vp_stage"
@@ -60,8 +57,6 @@ PARTITION = "pp_partition_method"
 ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 VERSION = "megatron_version"
-EVAL_MICRO = "eval_micro_batch_size"
-EVAL_GLOBAL = "eval_global_batch_size"
 # What splits layers over stages in another way than evenly.
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
@@ -71,7 +66,7 @@ _DEEPSPEED = {"num_nodes": "nnodes", "num_gpus": "nproc_per_node"}
 _PLAIN = r"(?:\S*/)?(?:python[\d.]*(?: -u)?(?: -m torch\.distributed\.(?:launch|run))?|torchrun)(?: --\S+(?: [^-\s]\S*)?)*"
 _LAUNCHER = re.compile(r"torchrun|torch\.distributed|deepspeed|accelerate|\bray\b")
 
-KEYS: dict[str, Entry] = {
+KEYS = {
     MICRO: entry(None, "samples per replica and forward pass", unit="samples"),
     GLOBAL: entry(None, "samples per optimizer step; unset: one micro batch per replica", unit="samples"),
     RAMP: entry(None, "start, increment and samples of a linear ramp", kind="text", nullable=True),
@@ -117,101 +112,110 @@ _NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OV
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with underscores or dashes), a script or a command.
-
-    Raises:
-        ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
-    """
+    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with underscores or dashes), a script or a command."""
     reading = read_source(source, overrides, launch)
+    settings = [setting.partition("=") for setting in reading.overrides]
+    renamed = [(canonical(name) if launch.known(name) and name[0] != "-" else name, *value) for name, *value in settings]
+    overridden = {name for name, *_ in renamed}
+    notes = [*reading.notes]
     command = reading.command
-    program = program_of(command).rpartition("/")[2] if command is not None else ""
-    if command is not None and program and not _TRAINS.search(program) and not any(VERSION in word for word in overrides):
-        said = f"unknown, a fork: this starts {program}.py. If it takes Megatron's arguments, say so with {VERSION}=legacy"
-        raise ConfigError(said, key=VERSION, path=command.path, line=command.line or None)
-    renamed = []
-    for setting in reading.overrides:
-        name, equals, text = setting.partition("=")
-        is_known = not name.startswith("-") and canonical(name) in KEYS
-        renamed.append(f"{canonical(name)}{equals}{text}" if is_known else setting)
-    overridden = {setting.partition("=")[0] for setting in renamed}
-    # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
-    groups = {name.rpartition(".")[0] for name in reading.leaves}
-    later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
-    located = dict(reading.leaves)
     if command is None:
-        names: dict[str, list[str]] = {}
-        for name in located:
-            if name.rpartition(".")[0] not in later:
-                names.setdefault(canonical(name), []).append(name)
-        located = {}
-        for known, same in names.items():
-            depth = min(name.count(".") for name in same)  # the least nested of several names counts
-            values = {name: reading.leaves[name] for name in same if name.count(".") == depth}
-            for name, value in values.items():
-                with contextlib.suppress(ConfigError):  # one to Megatron's own name of a key is resolved later
-                    content = resolve_reference(value.value, name, reading.leaves, {})
-                    values[name] = dataclasses.replace(value, value=content)
-            (first, value), *rest = values.items()
-            for other, second in rest:
-                if known in KEYS and known not in overridden and second.value != value.value:
-                    said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
-                    raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
-            located.update([_normalize(known, value)])
-    words = () if command is None or "hostfile" in located else command.words
-    if any(word.rpartition("/")[2] == "deepspeed" for word in words):
-        located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
-        included = option(command, "--include", "-i") or ""
-        if command is not None and re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
-            located.setdefault("world_size", command.locate(len(re.findall(r"[:,]\d", included))))
-    if command is not None and command.tasks and not _DEVICES_GIVEN & {*located, *overridden}:
-        # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
-        is_launched = any(map(_LAUNCHER.search, command.words))
-        tasks: Any = int(command.tasks) if command.tasks.isdecimal() else command.tasks
-        located |= {} if is_launched else {"world_size": command.locate(tasks)}
-    is_sized = {"nnodes", "nproc_per_node"} <= located.keys() and not any(
-        unknown_names(str(located[name].value)) for name in ("nnodes", "nproc_per_node")
-    )
-    if command is not None and command.machine.devices and not is_sized and not _DEVICES_GIVEN & overridden:
-        # What the command leaves open, the cluster tells each pod.
-        located = {name: value for name, value in located.items() if name not in _DEVICES}
-        located.setdefault("world_size", command.locate(command.machine.devices))
-    hints = [name for name in {*located, *overridden} if re.search("gpu|node|world|data_parallel_size", name)]
-    is_alone = _starts_one_process(command) and not hints
-    if command is not None and is_alone and all(located[axis].value == 1 for axis in MODEL_AXES if axis in located):
-        located["world_size"] = command.locate(1)
-        alone = "the command says no number of processes, so it is one, with one device; if a launcher does, add world_size=N."
-        reading = dataclasses.replace(reading, notes=(*reading.notes, alone))
+        # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
+        groups = {name.rpartition(".")[0] for name in reading.leaves}
+        later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
+        notes += [f"{', '.join(later)}: the keys of another run, which are not read."] if later else []
+        located = _least_nested(reading, later, overridden)
+    else:
+        program = program_of(command).rpartition("/")[2]
+        if program and not _TRAINS.search(program) and not any(VERSION in word for word in overrides):
+            said = f"unknown, a fork: this starts {program}.py. If it takes Megatron's arguments, say so with {VERSION}=legacy"
+            raise ConfigError(said, key=VERSION, path=command.path, line=command.line or None)
+        located = _find_devices(command, reading.leaves, overridden)
+        hints = [name for name in {*located, *overridden} if re.search("gpu|node|world|data_parallel_size", name)]
+        is_alone = _starts_one_process(command) and not hints
+        if is_alone and all(located[axis].value == 1 for axis in MODEL_AXES if axis in located):
+            located["world_size"] = command.locate(1)
+            said = "the command says no number of processes, so it is one, with one device; if a launcher does, add"
+            notes.append(f"{said} world_size=N.")
     # What a script does not say about the devices is one question: the size of the job.
-    if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
+    if any(name in located and _is_open(located[name]) for name in _DEVICES):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
-    repeated = {canonical(name): line for name, line in reading.repeated.items()}
     # A ramp depends on the samples and tokens of the run, and the number of chunks on that of layers.
     depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
     entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
-    notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
-    reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
+    reading = dataclasses.replace(
+        reading,
+        leaves=located,
+        overrides=["".join(setting) for setting in renamed],
+        repeated={canonical(name): line for name, line in reading.repeated.items()},
+        notes=tuple(notes),
+    )
     written = {name: value for name, value in located.items() if name not in KEYS and name not in overridden}
-    decides = _SIZES if command is not None else _LAYOUTS
-    known_keys = load_known_keys("megatron")
-    raise_together(list(find_open_forks(written, known_keys, (), "Megatron-LM", decides)))
-    settings = type_settings(reading, dataclasses.replace(launch, entries=entries))
-    return dataclasses.replace(settings, looked_up=_program_options(command, written))
+    decides = _LAYOUTS if command is None else _SIZES
+    raise_together(list(find_open_forks(written, load_known_keys("megatron"), (), "Megatron-LM", decides)))
+    # Megatron refuses unknown options behind its program; those before it are the launcher's.
+    words = () if command is None else command.words
+    behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)
+    own = {canonical(word.partition("=")[0]) for word in behind if word.startswith("--")}
+    looked_up = {name: place for name, place in written.items() if name in own}
+    return dataclasses.replace(type_settings(reading, dataclasses.replace(launch, entries=entries)), looked_up=looked_up)
 
 
-def _starts_one_process(command: Command | None) -> bool:
+def _least_nested(reading: Reading, later: Collection[str], overridden: Collection[str]) -> dict[str, Located]:
+    """Return the keys of a YAML file by Megatron's names. Of several values the least nested counts; two such are refused."""
+    names = defaultdict[str, list[str]](list)
+    for name in reading.leaves:
+        if name.rpartition(".")[0] not in later:
+            names[canonical(name)].append(name)
+    located: dict[str, Located] = {}
+    for known, same in names.items():
+        depth = min(name.count(".") for name in same)
+        values = {name: reading.leaves[name] for name in same if name.count(".") == depth}
+        for name, value in values.items():
+            with contextlib.suppress(ConfigError):  # a reference to Megatron's own name of a key is resolved later
+                content = resolve_reference(value.value, name, reading.leaves, {})
+                values[name] = dataclasses.replace(value, value=content)
+        (first, value), *rest = values.items()
+        for other, second in rest:
+            if known in KEYS and known not in overridden and second.value != value.value:
+                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
+        located.update([_normalize(known, value)])
+    return located
+
+
+def _is_open(place: Located) -> bool:
+    """Return whether the script does not say a value."""
+    return isinstance(place.value, str) and bool(unknown_names(place.value))
+
+
+def _find_devices(command: Command, leaves: Mapping[str, Located], overridden: Collection[str]) -> dict[str, Located]:
+    """Return the keys of a command with those that DeepSpeed's launcher, Slurm, MPI or a manifest gives to it."""
+    located = {**leaves}
+    if "hostfile" not in located and any(word.rpartition("/")[2] == "deepspeed" for word in command.words):
+        located = {_DEEPSPEED.get(name, name): value for name, value in located.items()}
+        included = option(command, "--include", "-i") or ""
+        if re.fullmatch(r"[\w.-]+:\d+(?:,\d+)*(?:@[\w.-]+:\d+(?:,\d+)*)*", included):
+            located.setdefault("world_size", command.locate(len(re.findall(r"[:,]\d", included))))
+    # Where no launcher of PyTorch starts processes, Slurm or MPI starts one for each device.
+    is_launched = any(map(_LAUNCHER.search, command.words))
+    if command.tasks and not is_launched and _DEVICES_GIVEN.isdisjoint({*located, *overridden}):
+        tasks: Any = int(command.tasks) if command.tasks.isdecimal() else command.tasks
+        located["world_size"] = command.locate(tasks)
+    is_sized = all(name in located and not _is_open(located[name]) for name in ("nnodes", "nproc_per_node"))
+    if command.machine.devices and not is_sized and _DEVICES_GIVEN.isdisjoint(overridden):
+        # What the command leaves open, the cluster tells each pod.
+        located = {name: value for name, value in located.items() if name not in _DEVICES}
+        located.setdefault("world_size", command.locate(command.machine.devices))
+    return located
+
+
+def _starts_one_process(command: Command) -> bool:
     """Return whether a command is `python PROGRAM.py`, or `torchrun PROGRAM.py` without a number of processes."""
-    if command is None or command.outer or command.tasks or command.machine.devices:
+    if command.outer or command.tasks or command.machine.devices:
         return False
     start = " ".join(itertools.takewhile(lambda word: not word.endswith(".py"), command.words))
     return not unknown_names(start) and re.fullmatch(_PLAIN, start) is not None and len(start) < len(" ".join(command.words))
-
-
-def _program_options(command: Command | None, written: Mapping[str, Located]) -> dict[str, Located]:
-    """Return the options that stand behind the program of a command, and not before it."""
-    words = () if command is None else command.words
-    start = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-    own = {canonical(word.partition("=")[0]) for word in words[start:] if word.startswith("--")}
-    return {name: place for name, place in written.items() if name in own}
 
 
 def canonical(name: str) -> str:
@@ -281,17 +285,9 @@ LAUNCH = Launch(
 )
 
 
-Row = tuple[int, int, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRamp:
     """`--rampup-batch-size START INCREMENT SAMPLES` up to `--global-batch-size`.
-
-    Attributes:
-        start, increment, end: global batch sizes.
-        samples: length of the ramp.
-        unit: divisor that every batch is rounded down to, with `--decrease-batch-size-if-needed`; otherwise 1.
 
     Source: megatron-core `num_microbatches_calculator.py`, RampupBatchsizeNumMicroBatchesCalculator.
     """
@@ -300,7 +296,7 @@ class LinearRamp:
     increment: int
     end: int
     samples: int
-    unit: int = 1
+    unit: int = 1  # divisor that every batch is rounded down to, with `--decrease-batch-size-if-needed`
 
     @property
     def num_increments(self) -> int:
@@ -327,11 +323,11 @@ class LinearRamp:
         changed = [pair for before, pair in itertools.pairwise(pairs) if pair[1] != before[1]]
         return [pairs[0], *changed]
 
-    def as_run(self) -> list[Row]:
+    def as_run(self) -> list[tuple[int, int, int]]:
         """Return (first step, batch, samples before) as Megatron's floating-point division gives them."""
         count = self.num_increments
         share = self.samples / count
-        rows = list[Row]()
+        rows = []
         step = consumed = k = 0
 
         def stage(samples: int) -> int:
@@ -398,16 +394,11 @@ def _layout_stages(layout: str) -> int:
 
 
 class MegatronJob(PretrainingJob):
-    """The numbers of Megatron's arguments.
-
-    Raises:
-        ConfigError: the number of devices is unknown or contradictory.
-    """
+    """The numbers of Megatron's arguments, among them the devices, which must be known."""
 
     expressed = (
-        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL, *MODEL_AXES),
+        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL, *MODEL_AXES, *_DEVICES_GIVEN),
         *(LAYERS, VERSION, "seq_length", "train_iters", "max_steps", "train_samples"),
-        *("world_size", "data_parallel_size", "nnodes", "nproc_per_node", "num_nodes", "devices"),
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -417,15 +408,13 @@ class MegatronJob(PretrainingJob):
             ramps = "; without megatron_version=head, with linear ramps, as until April 2026"
         self.version = f"Megatron-LM of August 2026 (d98e8a6){ramps}"
         self._count_devices()
-        self._count_samples()
         self._count_chunks()
-        self._choose_ramp()
-        self._read_triple()
+        self._read_linear_ramp()
         self._read_schedule()
         self._follow_ramp()
 
     def _count_devices(self) -> None:
-        """Count devices and replicas: at least one, also if a rule about the world size is broken."""
+        """Count devices, replicas (at least one, also if the world size breaks a rule), and samples of passes and batches."""
         self.model_parallel = math.prod(self[axis] for axis in MODEL_AXES)  # devices of a replica
         self.world: int | None = self["world_size"]
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
@@ -438,12 +427,9 @@ class MegatronJob(PretrainingJob):
         self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
         self.num_devices = self.replicas * self.model_parallel
         if replicas is not None and self.world is not None and self.world != self.num_devices:
-            arithmetic = f"{self.replicas} * {self.model_parallel} = {self.num_devices} is not the world size {self.world}"
-            said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {arithmetic}"
+            said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel}"
+            said += f" = {self.num_devices} is not the world size {self.world}"
             raise ConfigError(said, key="data_parallel_size", nearest=(self.world // self.model_parallel,))
-
-    def _count_samples(self) -> None:
-        """Count the samples of passes and batches."""
         self.micro: int = self[MICRO] or 0
         self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
         self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
@@ -472,17 +458,14 @@ class MegatronJob(PretrainingJob):
         self.interleaved = self.chunks > 1 and self.stages > 1
         self.group: int = self.stages if self[GROUP] is None else self[GROUP]
 
-    def _choose_ramp(self) -> None:
-        """Choose the ramp: a schedule in steps wins over a linear one, which has no effect since April 2026."""
+    def _read_linear_ramp(self) -> None:
+        """Read a linear ramp. A schedule in steps wins over it, and it has no effect since April 2026."""
         self.has_schedule = self[SCHEDULE] is not None
         self.has_linear = self[RAMP] is not None and not self.has_schedule and self[VERSION] == "legacy"
         self.has_ramp = self.has_schedule or self.has_linear
         self.reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
         if not self.has_ramp:
             self.reasons[RAMP] = "ignored by Megatron-LM since April 2026"
-
-    def _read_triple(self) -> None:
-        """Read start, increment and samples of a linear ramp: 0 without one."""
         self.triple: tuple[int, ...] | None = None  # fewer or more numbers if it is malformed
         if self.has_linear:
             words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", self[RAMP]).strip())
@@ -530,15 +513,10 @@ class MegatronJob(PretrainingJob):
         if self.ramp is None or not self.splits:
             return ""
         final = self.ramp.sizes[-1]
-        microbatches = counted(final // self.unit, "microbatch")
-        shape = times(counted(self.replicas, "replica"), microbatches, self.micro)
-        text = f"{counted(final, 'sample')} per optimizer step; {shape}"
-        if self.has_ramp:
-            text += (
-                f"; ramp from {self.ramp.sizes[0]:,} in {counted(len(self.ramp.phases), 'phase')} and "
-                f"{counted(self.ramp.ramp_steps, 'step')}"
-            )
-        return text
+        shape = times(counted(self.replicas, "replica"), counted(final // self.unit, "microbatch"), self.micro)
+        length = f"{counted(len(self.ramp.phases), 'phase')} and {counted(self.ramp.ramp_steps, 'step')}"
+        ramp = f"; ramp from {self.ramp.sizes[0]:,} in {length}" if self.has_ramp else ""
+        return f"{counted(final, 'sample')} per optimizer step; {shape}{ramp}"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
@@ -567,8 +545,7 @@ class MegatronJob(PretrainingJob):
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
         """Return every phase as `rampup plan --json` does, or None if a batch cannot be split.
 
-        Rampup's own pipeline takes multiples of its stages; Megatron's takes any number of microbatches, so each size is
-        split separately.
+        Each is split separately: rampup's pipeline takes multiples of its stages, Megatron's any number of microbatches.
         """
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
@@ -594,10 +571,8 @@ class MegatronJob(PretrainingJob):
         counts = sorted({size // self.unit for size in self.sizes})
         uneven = [count for count in counts if count % self.stages]
         if self.stages > 1 and len(counts) > 1 and uneven:
-            raise ConfigError(
-                "rampup's pipeline takes a growing number of microbatches in multiples of its "
-                f"{self.stages} stages, but the file has phases of {uneven[0]}"
-            )
+            said = f"rampup's pipeline takes a growing number of microbatches in multiples of its {self.stages} stages"
+            raise ConfigError(f"{said}, but the file has phases of {uneven[0]}")
         # If the file does not say how long the run is, it has the steps of the ramp and one more.
         steps = self["train_iters"] or self["max_steps"] or 0
         steps = steps if steps > 0 else self.ramp.ramp_steps + 1
@@ -613,19 +588,19 @@ class MegatronJob(PretrainingJob):
             "learning_rate_clock": "samples",
             "eval_interval": -1,
         }
-        rounded = self.linear is not None and self.linear.unit > 1
-        if self.has_schedule or rounded:
+        linear = self.linear
+        if self.has_schedule or (linear is not None and linear.unit > 1):
             given = [(entry.samples, entry.size) for entry in self.thresholds]
-            pairs = given if self.linear is None else self.linear.thresholds()
+            pairs = given if linear is None else linear.thresholds()
             values["batch_size_schedule"] = " ".join(f"{threshold}:{size}" for threshold, size in pairs)
         else:
             values["per_device_batch_size"] = Fraction(self.ramp.sizes[-1], self.num_devices)
-        if self.linear is not None and not rounded:
+        if linear is not None and linear.unit == 1:
             values |= {
                 "enable_rampup_batch_size": True,
-                "per_device_batch_size_start": Fraction(self.linear.start, self.num_devices),
-                "per_device_batch_size_increment": Fraction(self.linear.increment, self.num_devices),
-                "global_rampup_samples": self.linear.samples,
+                "per_device_batch_size_start": Fraction(linear.start, self.num_devices),
+                "per_device_batch_size_increment": Fraction(linear.increment, self.num_devices),
+                "global_rampup_samples": linear.samples,
                 "rampup_carry_overshoot": True,
             }
         if self["seq_length"] is not None:
@@ -663,11 +638,9 @@ def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
         passes = f", {counted(final // job.unit, 'microbatch')} per replica" if job.splits else ""
         yield (GLOBAL, f"{counted(final, 'sample')} per optimizer step after any ramp{passes}")
         if job.has_ramp:
-            yield (
-                SCHEDULE if job.has_schedule else RAMP,
-                f"{counted(len(job.ramp.phases), 'phase')} from {job.ramp.sizes[0]:,} to {final:,} samples, complete after "
-                f"{counted(job.ramp.ramp_steps, 'step')} and {job.ramp.ramp_samples:,} samples",
-            )
+            phases = f"{counted(len(job.ramp.phases), 'phase')} from {job.ramp.sizes[0]:,} to {final:,} samples"
+            length = f"{counted(job.ramp.ramp_steps, 'step')} and {job.ramp.ramp_samples:,} samples"
+            yield (SCHEDULE if job.has_schedule else RAMP, f"{phases}, complete after {length}")
     if job.chunks > 1:
         yield (VIRTUAL, f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row")
 
@@ -677,10 +650,8 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         yield "num_nodes is not in the file: one node is taken, as NeMo does; add num_nodes=N if the launcher sets it."
     known = load_known_keys("megatron")
     if foreign := with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None}):
-        yield (
-            f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}: this is for a fork or "
-            "another version. They are taken as options that change no size"
-        )
+        said = f"Megatron-LM stops at options that it does not have, such as {', '.join(foreign[:6])}"
+        yield f"{said}: this is for a fork or another version. They are taken as options that change no size"
     is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
     if job.has_schedule:
         kept = [entry.text for entry in job.thresholds]
@@ -691,10 +662,8 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         for pair in job.thresholds:
             threshold, _, size = pair.text.partition(":")
             if pair.samples != pair.as_run:
-                yield (
-                    f"threshold {threshold} is {pair.samples:,} samples exactly and {pair.as_run:,} in Megatron's floating-"
-                    "point product"
-                )
+                exact = f"threshold {threshold} is {pair.samples:,} samples exactly"
+                yield f"{exact} and {pair.as_run:,} in Megatron's floating-point product"
             if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
                 yield f"{pair.text}: the size is silently truncated to {pair.size}"
         if job.ramp is not None:
@@ -721,16 +690,14 @@ def _notes(job: MegatronJob) -> Iterator[str]:
     elif job[DECREASE] and job.ramp is not None and job.ramp.sizes[-1] != job.final:
         yield f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a multiple of {job.unit:,}"
     # Which version the report speaks for, if a linear ramp depends on it, and what the other one does.
-    if job[RAMP] is None:
-        pass
-    elif job.has_schedule:
-        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
-    elif job.has_linear and not {PARTITION, "deepspeed"} & {*job.uneven} and not is_nemo:
+    if job.has_linear and not is_nemo and not {PARTITION, "deepspeed"} & {*job.uneven}:
         yield (
             f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then it has no "
             f"effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
         )
-    elif not job.has_linear:
+    elif job[RAMP] is not None and job.has_schedule:
+        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
+    elif job[RAMP] is not None and not job.has_linear:
         yield (
             f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a warning: the batch is {job.final:,} "
             f"from the first step. Give {SCHEDULE} instead, or {VERSION}=legacy for older versions"
@@ -741,9 +708,8 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         yield "there is one pipeline stage: its layer chunks change nothing"
     if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
         yield "NeMo 2 ends the job at every change of the batch, to be restarted with the devices for the next"
-    if job.num_microbatches is not None and job.stages > 1 and min(job.num_microbatches) < job.stages:
-        count = counted(min(job.num_microbatches), "microbatch")
-        yield f"with {count} the {job.stages} pipeline stages are never all busy; it runs"
+    if (fewest := min(job.num_microbatches or [job.stages])) < job.stages > 1:
+        yield f"with {counted(fewest, 'microbatch')} the {job.stages} pipeline stages are never all busy; it runs"
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -778,9 +744,8 @@ def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
     if not job.schedule_valid or job.unit < 1:
         return
     for extra in (0, job.unit - 1):
-        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
-        pairs = zip(job.thresholds, sizes, strict=True)
-        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
+        rows = ((entry.text.partition(":")[0], (entry.size + extra) // job.unit) for entry in job.thresholds)
+        yield " ".join(f"{threshold}:{max(units, 1) * job.unit}" for threshold, units in rows)
 
 
 def _in_groups(
@@ -840,14 +805,12 @@ RULES: list[Rule[MegatronJob]] = [
         when=lambda job: job.ordered and job.final >= job.start),
     Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
-        message=lambda job: (
-            f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
-        )),
+        message=lambda job: "a linear ramp needs a run counted in samples; give train_samples instead of "
+            f"train_iters={job['train_iters']:,}"),
     Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=lambda job: job.ordered,
         holds=lambda job: job.final != job.start and job.ramp_samples > 0,
-        message=lambda job: (
-            f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
-        ),
+        message=lambda job: f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by "
+            "zero; leave it out",
         candidates=_triples, found_by="run"),
     at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
         when=lambda job: job.ordered and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
@@ -868,9 +831,8 @@ RULES: list[Rule[MegatronJob]] = [
         candidates=lambda _: (False,)),
     Rule(name="megatron.schedule_entries", keys=(SCHEDULE,), when=lambda job: job.has_schedule,
         holds=lambda job: bool(job.thresholds) and not job.unreadable,
-        message=lambda job: (
-            f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not THRESHOLD:SIZE; "
-            "spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T")),
+        message=lambda job: f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not "
+            "THRESHOLD:SIZE; spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T"),
     Rule(name="megatron.schedule_starts_at_0", keys=(SCHEDULE,), when=lambda job: bool(job.thresholds),
         holds=lambda job: job.thresholds[0].samples == 0,
         message=lambda job: f"{SCHEDULE}: the first threshold must be 0, it is {job.thresholds[0].samples:,} samples",
@@ -878,25 +840,21 @@ RULES: list[Rule[MegatronJob]] = [
             " ".join([f"0:{job.thresholds[0].size}", *(entry.text for entry in job.thresholds[1:])])]),
     Rule(name="megatron.schedule_thresholds_increase", keys=(SCHEDULE,), when=lambda job: not job.unreadable,
         holds=lambda job: not job.not_rising,
-        message=lambda job: (
-            f"{SCHEDULE}: thresholds must increase, but {job.not_rising[0][0].text} and {job.not_rising[0][1].text} are both "
-            f"at {job.not_rising[0][1].samples:,} samples")),
+        message=lambda job: f"{SCHEDULE}: thresholds must increase, but {job.not_rising[0][0].text} and "
+            f"{job.not_rising[0][1].text} are both at {job.not_rising[0][1].samples:,} samples"),
     Rule(name="megatron.schedule_sizes_positive", keys=(SCHEDULE,),
         holds=lambda job: all(entry.size > 0 for entry in job.thresholds),
-        message=lambda job: (
-            f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
-        )),
+        message=lambda job: f"{SCHEDULE}: every size must be at least 1, unlike "
+            f"{min(job.thresholds, key=lambda entry: entry.size).text}"),
     Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
         holds=lambda job: not job.shrinking,
-        message=lambda job: (
-            f"{SCHEDULE}: the batch shrinks from {job.shrinking[0][0].size:,} to {job.shrinking[0][1].size:,} at "
-            f"{job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
+        message=lambda job: f"{SCHEDULE}: the batch shrinks from {job.shrinking[0][0].size:,} to {job.shrinking[0][1].size:,} "
+            f"at {job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there",
         found_by="run"),
     Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
         when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
-        message=lambda job: (
-            f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
-            f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
+        message=lambda job: f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
+            f"{_unit(job).text}; Megatron checks each batch only when its step comes",
         candidates=_with_rounded_sizes, found_by="run"),
     # The pipeline and its interleaved schedule.
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
