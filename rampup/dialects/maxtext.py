@@ -6,6 +6,7 @@ Numbers have MaxText's own roundings: float products truncated to whole numbers.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -17,32 +18,9 @@ from typing import Any, NamedTuple
 
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
-from rampup.dialects.known import load_known_keys, with_lines
-from rampup.dialects.reading import (
-    Bases,
-    Entry,
-    Launch,
-    Reading,
-    Settings,
-    Source,
-    entry,
-    find_in_repository,
-    option,
-    read_source,
-    type_settings,
-)
-from rampup.dialects.rules import (
-    Dialect,
-    Job,
-    PretrainingJob,
-    Rule,
-    Side,
-    around,
-    at_least,
-    broken_rules,
-    found_by_run,
-    multiple,
-)
+from rampup.dialects.known import load_known_keys
+from rampup.dialects.reading import Launch, Settings, Source, entry, find_in_repository, option, read_source, type_settings
+from rampup.dialects.rules import Dialect, PretrainingJob, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import Command
 from rampup.dialects.unknown import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -53,14 +31,12 @@ from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, restarted_segments
 
-START = "per_device_batch_size_start"
-INCREMENT = "per_device_batch_size_increment"
 END = "per_device_batch_size"
-EVAL = "eval_per_device_batch_size"
+START, INCREMENT = (f"{END}_{part}" for part in ("start", "increment"))
+EVAL = f"eval_{END}"
 SAMPLES = "global_rampup_samples"
 ACCUMULATION = "gradient_accumulation_steps"
-MICROBATCHES = "num_pipeline_microbatches"
-REPEATS = "num_pipeline_repeats"
+MICROBATCHES, REPEATS = (f"num_pipeline_{what}" for what in ("microbatches", "repeats"))
 LAYERS = "pipeline_parallel_layers"
 EXPANSION = "expansion_factor_real_data"
 DELAY = "pipeline_delay_activation_forwarding"
@@ -78,7 +54,7 @@ AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "pipeline": ("pipeline",),
 }
 AUTOMATIC = {"ici": "fsdp", "dcn": "data"}
-KEYS: dict[str, Entry] = {
+KEYS = {
     END: entry(12, "samples per device", kind="size", unit="samples"),
     EVAL: entry(0, "that of evaluation; 0 = the same", kind="size", unit="samples"),
     ACCUMULATION: entry(1, "passes per optimizer step"),
@@ -119,6 +95,9 @@ KEYS: dict[str, Entry] = {
 ALIASES = {"num_target_devices": "num_devices"}
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
+# The families of models whose files MaxText ships. They set no batch sizes.
+_MODELS = re.compile(r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok")
+_SIMILAR = 0.85  # a key at least this similar to another one may be a misspelling of it
 
 
 # The sizes that MaxText's own configuration files set, where they differ from base.yml.
@@ -129,7 +108,7 @@ def _sizes(*values: Any, **others: Any) -> dict[str, Any]:
     return {name: value for name, value in zip(_SIZES, values, strict=False) if value is not None} | others
 
 
-BASES: Bases = {
+BASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("base.yml", "inference/inference.yml", "inference/inference_jetstream.yml", "inference/vllm.yml")},
     **{f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")},
     **{f"post_train/sft-vision-{name}.yml": {} for name in ("chartqa", "coco-captions", "slidevqa")},
@@ -176,26 +155,20 @@ LAUNCH = Launch(
 
 
 def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read a base.yml, a script or a command, and the files that `base_config` or the command names.
-
-    The arguments are those of `read_source`.
-
-    Raises:
-        ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
-            ships, or starts from itself.
-    """
+    """Read a base.yml, a script or a command, above the files that `base_config` or the command names."""
     reading = read_source(source, overrides, launch).rename(launch.canonical)
+    command = reading.command
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
-    leaves = _read_slices(reading.command) | dict(reading.leaves)
+    leaves = _read_slices(command) | dict(reading.leaves)
     name = given[-1].partition("=")[2] if given else ""
     folder = Path(reading.path).parent
     seen = [os.path.realpath(reading.path)]
-    if reading.command is not None and not name:
-        name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
-        place = reading.command.locate(name, name)
-    else:
-        place = leaves.get(BASE, Located(value="", path=reading.path))
-        name = name or (place.value if isinstance(place.value, str) else "")
+    place = leaves.get(BASE, Located(value="", path=reading.path))
+    if command is not None and not name:
+        name = next((word for word in command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
+        place = command.locate(name, name)
+    elif not name and isinstance(place.value, str):
+        name = place.value
     # Upper files win over those from which they start. The last one may be one that MaxText ships.
     shipped = ""
     own_bases: dict[str, Located] = {}
@@ -223,24 +196,32 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     answered = {setting.partition("=")[0] for setting in reading.overrides}
     answered |= {BASE, *launch.entries, *own_bases}
     looked_up = {key: value for key, value in reading.leaves.items() if key not in answered}
-    leaves, model_notes = _read_model(reading, leaves, launch)
+    # The model's own file counts above base.yml and below a command's settings.
+    chosen = [setting.partition("=")[2] for setting in reading.overrides if setting.startswith("model_name=")]
+    model = chosen[-1] if chosen else str(leaves["model_name"].value) if "model_name" in leaves else "default"
+    models = [] if unknown_names(model) else find_in_repository(reading.path, f"configs/models/{model}.yml")
+    model_note = ""
+    if models:
+        own = read_source(models[0], (), launch, strict=False).rename(launch.canonical).leaves
+        leaves = {**leaves, **own} if command is None else {**own, **leaves}
+        model_note = f"model_name={model}: {models[0]} is read above base.yml."
+    elif model and not unknown_names(model) and not _MODELS.match(model):
+        model_note = f"model_name={model} is no model of MaxText; what its configs/models/{model}.yml sets is not read."
     reading = dataclasses.replace(
         reading,
-        notes=(*reading.notes, *model_notes),
+        notes=(*reading.notes, *filter(None, [model_note])),
         leaves={name: value for name, value in leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))},
         overrides=[setting for setting in reading.overrides if setting not in given],
         recognized=reading.recognized or bool(shipped),
     )
     defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
     settings = type_settings(reading, launch, defaults)
-    settings = dataclasses.replace(settings, looked_up=looked_up)
-    if len(seen) > 1 and reading.command is not None:
-        read = f"{', '.join(seen[1:])}: its base file, which is read."
-        settings = dataclasses.replace(settings, notes=(*settings.notes, read))
-    if shipped in ("", "base.yml"):
-        return settings
-    note = f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
-    return dataclasses.replace(settings, notes=(*settings.notes, note))
+    notes = [*settings.notes]
+    if len(seen) > 1 and command is not None:
+        notes.append(f"{', '.join(seen[1:])}: its base file, which is read.")
+    if shipped not in ("", "base.yml"):
+        notes.append(f"what the source does not set is from MaxText's own {shipped} of {launch.version}.")
+    return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
 
 
 def _copies(name: str, path: str) -> list[Path]:
@@ -251,69 +232,58 @@ def _copies(name: str, path: str) -> list[Path]:
     return [file for first in ends for file in find_in_repository(path, "/".join(parts[first:])) if ".." not in parts]
 
 
-def unknown_keys(job: Job) -> list[str]:
-    """Return the keys that no version of MaxText has, with their lines."""
-    known = load_known_keys(LAUNCH.keys)
-    return with_lines({name: place for name, place in job.settings.looked_up.items() if known.life(name) is None})
-
-
 def known_keys(system: str, key: str) -> Rule[Any]:
     """Return the rule that MaxText has all keys that are not in a base file of a fork."""
-    return Rule(name=f"{system}.known_keys", keys=(key,), holds=lambda job: not unknown_keys(job), candidates=lambda _: None,
-        message=lambda job: (
-            f"{', '.join(unknown_keys(job)[:4])} must be left out: MaxText refuses what is not in its configuration (that of "
-            f"November 2025 warned). For a fork with keys of its own, name its base file with {BASE}=..., or give them on "
-            "rampup's command line as well"
-        ))  # fmt: skip
+    known = load_known_keys("maxtext")
+
+    def unknown(job: Any) -> list[str]:
+        return [name for name in job.settings.looked_up if known.life(name) is None]
+
+    def message(job: Any) -> str:
+        shown = []
+        for name in unknown(job)[:4]:
+            line = job.settings.looked_up[name].line
+            close = difflib.get_close_matches(name, known.lives, n=1, cutoff=_SIMILAR)
+            details = [f"line {line}"] * bool(line) + [f"the closest key is {other}" for other in close]
+            shown.append(f"{name} ({'; '.join(details)})" if details else name)
+        return (
+            f"{', '.join(shown)} must be left out: MaxText refuses what is not in its configuration (that of November 2025 "
+            f"warned). For a fork with keys of its own, name its base file with {BASE}=..., or give them on rampup's command "
+            "line as well"
+        )
+
+    rule_name = f"{system}.known_keys"
+    return Rule(name=rule_name, keys=(key,), holds=lambda job: not unknown(job), message=message, candidates=lambda _: None)
 
 
-def old_keys(job: Job) -> Iterator[str]:
+def old_keys(job: Any) -> Iterator[str]:
     """Yield a note about keys that only older versions of MaxText have."""
-    if old := [name for name in job.settings.looked_up if load_known_keys(LAUNCH.keys).life(name) == (1, 1)]:
+    if old := [name for name in job.settings.looked_up if load_known_keys("maxtext").life(name) == (1, 1)]:
         yield f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a newer one refuses them."
 
 
 def _read_slices(command: Command | None) -> dict[str, Located]:
     """Return the devices and slices that a manifest, or xpk, gives to a command; none if it does not say them."""
-    if command is not None and command.machine.devices:
+    if command is None:
+        return {}
+    if command.machine.devices:
         found = {"num_devices": command.locate(command.machine.devices)}
         return found | ({"num_slices": command.locate(command.machine.slices)} if command.machine.slices > 1 else {})
-    outer = None if command is None else command._replace(words=command.outer)
+    outer = command._replace(words=command.outer)
     machine = option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type") or ""
     slices = option(outer, "--num-slices", "--num_slices") or "1"
     nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
-    if outer is None or not (slices.isdecimal() and nodes.isdecimal()):
+    if not (slices.isdecimal() and nodes.isdecimal()):
         return {}
-    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+)", machine):  # v4 and v5p count two cores in a device
-        return {
-            "num_devices": outer.locate(int(match[2]) // (2 if match[1] in ("v4", "v5p") else 1) * int(slices)),
-            "num_slices": outer.locate(int(slices)),
-        }
-    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)+)", machine):
-        chips = math.prod(map(int, match[2].split("x")))
-        devices = chips * (2 if match[1] == "tpu7x" else 1)  # each core of a TPU7x is a device
+    if match := re.fullmatch(r"(v[2-6]\w*|tpu7x)-(\d+(?:x\d+)*)", machine):
+        devices = math.prod(map(int, match[2].split("x")))
+        if match[2].isdecimal():  # v4 and v5p count two cores in a device
+            devices //= 2 if match[1] in ("v4", "v5p") else 1
+        elif match[1] == "tpu7x":  # a topology counts chips, and each core of a TPU7x is a device
+            devices *= 2
         return {"num_devices": outer.locate(devices * int(slices)), "num_slices": outer.locate(int(slices))}
     match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
     return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
-
-
-# The families of models whose files MaxText ships. They set no batch sizes.
-_MODELS = re.compile(r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok")
-
-
-def _read_model(reading: Reading, leaves: Mapping[str, Located], launch: Launch) -> tuple[dict[str, Located], list[str]]:
-    """Return the keys with those of the model's own file, above base.yml and below a command's settings, and notes."""
-    chosen = [setting.partition("=")[2] for setting in reading.overrides if setting.startswith("model_name=")]
-    model = chosen[-1] if chosen else str(leaves["model_name"].value) if "model_name" in leaves else "default"
-    if unknown_names(model):
-        return {**leaves}, []
-    if files := find_in_repository(reading.path, f"configs/models/{model}.yml"):
-        own = read_source(files[0], (), launch, strict=False).rename(launch.canonical).leaves
-        note = f"model_name={model}: {files[0]} is read above base.yml."
-        return ({**own, **leaves} if reading.command is not None else {**leaves, **own}), [note]
-    if not model or _MODELS.match(model):
-        return {**leaves}, []
-    return {**leaves}, [f"model_name={model} is no model of MaxText; what its configs/models/{model}.yml sets is not read."]
 
 
 class BatchSizes(NamedTuple):
@@ -325,13 +295,9 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int) -> BatchSizes:
-    """Return the sizes of one batch; below 1 sample per device, a full sample per device is loaded.
+    """Return the sizes of one batch, as calculate_global_batch_sizes of MaxText's `configs/types.py` does.
 
-    Example:
-        >>> batch_sizes(Fraction(1, 2), Fraction(-1), 8, 1)
-        BatchSizes(to_load=8, to_train=4, micro=4)
-
-    Source: MaxText `configs/types.py`, calculate_global_batch_sizes.
+    Below 1 sample per device, a full sample per device is loaded.
     """
     factor = float(expansion) if expansion > 0 else 1
     micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
@@ -340,11 +306,7 @@ def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, acc
 
 
 class MaxTextJob(PretrainingJob):
-    """The numbers of a base.yml.
-
-    Raises:
-        ConfigError: the file leaves the number of devices open.
-    """
+    """The numbers of a base.yml, which must not leave the number of devices open."""
 
     version = "MaxText of August 2026 (e591f30)"
     expressed = (
@@ -426,15 +388,14 @@ class MaxTextJob(PretrainingJob):
         """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
 
         Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
-        ramp, or if it has too many phases to be listed.
+        ramp, or with one of too many phases.
         """
         start, increment, end = (self.global_size(key) for key in (START, INCREMENT, END))
         ends = start >= max(end, 1) if min(start, increment) < 1 else (end - start) // increment < MAX_PHASES
         if not self.builds_ramp or not ends:
             return []
         rows = []
-        step = 0
-        consumed = 0
+        step = consumed = 0
         for num_steps, size in restarted_segments(range(start, end, max(increment, 1)), self[SAMPLES], self.num_increments):
             rows.append((step, size, consumed))
             step, consumed = step + num_steps, consumed + num_steps * size
@@ -444,8 +405,7 @@ class MaxTextJob(PretrainingJob):
     def lost_at_ramp_end(self) -> int:
         """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
 
-        Source: MaxText `common/data_loader.py`, RampUpDataLoader. It believes that a pull fills its buffer with the rows of the
-        final batch.
+        MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills its buffer to the final batch.
         """
         if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
             return 0
@@ -471,14 +431,14 @@ class MaxTextJob(PretrainingJob):
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
-        sizes, evaluation = self.sizes, self.eval_sizes
+        sizes = self.sizes
         derived: dict[str, Any] = {
             "num_devices": self.num_devices,
             "global_batch_size_to_load": sizes.to_load,
             "global_batch_size_to_train_on": sizes.to_train,
             "micro_batch_size_to_train_on": sizes.micro,
-            "global_batch_size_to_load_eval": evaluation.to_load,
-            "global_batch_size_to_eval_on": evaluation.to_train,
+            "global_batch_size_to_load_eval": self.eval_sizes.to_load,
+            "global_batch_size_to_eval_on": self.eval_sizes.to_train,
             "data_parallel_size": self.axes.data_parallel_size,
             "accumulation_steps": self[ACCUMULATION],
             "num_stages": self.stages,
@@ -556,116 +516,91 @@ def product_text(job: MaxTextJob, key: str) -> str:
 
 def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     sizes = job.sizes
-    yield (
-        END,
-        f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}; "
-        f"{sizes.micro * job['max_target_length']:,} tokens",
-    )
+    forward = f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}"
+    yield END, f"{forward}; {sizes.micro * job['max_target_length']:,} tokens"
     passes = counted(job[ACCUMULATION], "pass")
-    yield (ACCUMULATION, f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step")
-    yield (EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step")
+    yield ACCUMULATION, f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step"
+    yield EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step"
     evaluates = job["eval_interval"] > 0
-    yield (EVAL, f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch" if evaluates else "no evaluation")
-    yield ("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
+    yield EVAL, f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch" if evaluates else "no evaluation"
+    yield "", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)"
     if job.ramps:
-        for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase")):
-            yield (key, f"{counted(job.global_size(key), 'sample')} {what}, without accumulation")
-        yield (SAMPLES, "samples requested for the whole ramp, shared equally by its phases")
+        yield START, f"{counted(job.global_size(START), 'sample')} in the first phase, without accumulation"
+        yield INCREMENT, f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase, without accumulation"
+        yield SAMPLES, "samples requested for the whole ramp, shared equally by its phases"
     if job.is_piped and job.microbatches > 0:
-        yield (
-            MICROBATCHES,
-            f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')} through "
-            f"{job.stages:,} stages, {counted(job.repeats, 'repeat')}",
-        )
+        microbatches = f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')}"
+        yield MICROBATCHES, f"{microbatches} through {job.stages:,} stages, {counted(job.repeats, 'repeat')}"
 
 
 def _notes(job: MaxTextJob) -> Iterator[str]:
     sizes, expansion = job.sizes, job[EXPANSION]
     yield from old_keys(job)
     if job.assumes_one_slice:
-        yield (
-            f"dcn_data_parallelism=-1 leaves the number of slices open: one of {job.num_devices:,} devices is assumed, and the "
-            "batch of several is as many times as large; add num_slices=N or num_devices=N"
-        )
+        assumed = f"one of {job.num_devices:,} devices is assumed, and the batch of several is as many times as large"
+        yield f"dcn_data_parallelism=-1 leaves the number of slices open: {assumed}; add num_slices=N or num_devices=N"
     if job.dropped_per_step and sizes.micro >= 1:
-        yield (
-            f"{END}={show(job[END])} is below 1: a full sample per device is loaded, {sizes.to_load:,} rows per step, and "
-            f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
-        )
+        loaded = f"a full sample per device is loaded, {sizes.to_load:,} rows per step"
+        kept = f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
+        yield f"{END}={show(job[END])} is below 1: {loaded}, and {kept}"
     for key in (START, INCREMENT, END) if job.ramps else (END,):
         exact = Fraction(job.num_devices) * job[key]
         truncated = job.global_size(key)
         if exact != truncated:
             yield f"{product_text(job, key)} is truncated to {truncated}, in floating point; rampup reports an error"
     if 0 < expansion < 1:
-        yield (
-            f"{EXPANSION}={show(expansion)}: the loaders of {int(1 / expansion)} times as many hosts take turns, and each step "
-            f"gets the {sizes.to_load:,} rows of one of them, while global_batch_size_to_train_on is {sizes.to_train:,}"
-        )
+        step = f"each step gets the {sizes.to_load:,} rows of one of them"
+        turns = f"the loaders of {int(1 / expansion)} times as many hosts take turns, and {step}"
+        yield f"{EXPANSION}={show(expansion)}: {turns}, while global_batch_size_to_train_on is {sizes.to_train:,}"
     elif expansion > 1:
-        yield (
-            f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; "
-            f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
-        )
+        loaded = f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
+        yield f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; {loaded}"
     # What changes the gradient that a batch gives.
     passes = job[ACCUMULATION]
     if job[SHARD_OPTIMIZER] and passes > 1:
-        yield (
-            f"{SHARD_OPTIMIZER} casts float32 parameters to bfloat16 before the accumulation passes, so the gradients of "
-            f"the {passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum; rampup sums in float32"
-        )
+        summed = f"the gradients of the {passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum"
+        before = "casts float32 parameters to bfloat16 before the accumulation passes"
+        yield f"{SHARD_OPTIMIZER} {before}, so {summed}; rampup sums in float32"
     if job[TUNIX] and passes > 1:
-        yield (
-            f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: a pass with "
-            "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
-        )
+        few = "a pass with few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
+        yield f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: {few}"
     if job.ramp_phases:
         *ramp, (steps, _, trained) = job.ramp_phases
         samples = job[SAMPLES]
         if passes > 1:
             shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES)
-            yield (
-                f"MaxText's ramp ignores {ACCUMULATION}={passes}: in the ramp its batches are {', '.join(shown)} ({trained:,} "
-                f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases "
-                "here include the factor in every batch"
-            )
+            batches = f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples in {steps:,} steps)"
+            jump = f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here include the factor in every batch"
+            yield f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the batch {jump}"
         if samples < 1:
             yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
         elif trained != samples:
-            yield (
-                f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
-                f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
-            )
+            taken = f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,}"
+            yield f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
         if lost := job.lost_at_ramp_end:
+            buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
             yield (
-                f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {sizes.to_load:,} rows "
-                f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
+                f"at the end of the ramp {lost:,} loaded rows are never trained on: {buffer} ({trained:,} trained, "
+                f"{trained + lost:,} loaded)"
             )
-        yield (
-            f"a resume within the ramp loses up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
-            "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
-        )
-        number = len(job.ramp_phases)
-        yield f"each of the {number:,} batch sizes is compiled at its first step; only the final one is lowered at the start"
+        buffered = f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains"
+        replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
+        yield f"a resume within the ramp loses {buffered}, and is one batch behind: {replay}"
+        number = f"each of the {len(job.ramp_phases):,} batch sizes"
+        yield f"{number} is compiled at its first step; only the final one is lowered at the start"
     if not job.is_piped:
-        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
-        if ignored:
+        if ignored := [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]:
             yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
     elif job.microbatches > 0 and sizes.micro % (job.microbatches * job.axes.data_parallel_size):
-        yield (
-            f"a pipeline microbatch of {sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
-            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
-        )
+        uneven = f"does not divide over data * fsdp = {job.axes.data_parallel_size}"
+        size = sizes.micro // job.microbatches
+        yield f"a pipeline microbatch of {size} samples {uneven}: MaxText does not check it, and devices share or pad samples"
     if job.is_piped and job["model_name"] != "default" and LAYERS not in job.settings.given:
-        yield (
-            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
-            "was used here, so give base_num_decoder_layers=N if the model has another"
-        )
+        used = f"{job.layers} from base_num_decoder_layers was used here, so give base_num_decoder_layers=N"
+        yield f"model_name={job['model_name']} has its own number of layers; {used} if the model has another"
     if job.is_piped and passes > 1:
-        yield (
-            f"each of the {passes} accumulation passes waits for the pipeline to fill; the same microbatches in one "
-            "pass would wait once"
-        )
+        once = "the same microbatches in one pass would wait once"
+        yield f"each of the {passes} accumulation passes waits for the pipeline to fill; {once}"
     if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
         refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
         yield f"rampup itself would refuse this file: {refusals}"
@@ -697,16 +632,14 @@ _MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.mic
 def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
     """Return the rule that a batch, or the increment of one, divides over the devices."""
 
-    def holds(job: MaxTextJob) -> bool:
-        size = job.global_size(key)
+    def divided(job: MaxTextJob) -> int:
         if key == END:  # below 1 per device a full sample per device is loaded
-            return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
-        return key not in job.divided_keys or size < 1 or size % job.loading_shards == 0
+            return 0 if job[END] < 1 else job.sizes.to_train
+        return max(job.global_size(key), 0) if key in job.divided_keys else 0
 
-    return Rule(name=f"maxtext.{name}", keys=(key,), holds=holds,
-        message=lambda job: (
-            f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
-            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
+    return Rule(name=f"maxtext.{name}", keys=(key,), holds=lambda job: divided(job) % job.loading_shards == 0,
+        message=lambda job: f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, "
+            f"data * stage * fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails",
         candidates=_increments_near if key == INCREMENT else partial(_sizes_near, key))  # fmt: skip
 
 
@@ -739,9 +672,8 @@ RULES: list[Rule[MaxTextJob]] = [
         candidates=_increments_near),
     Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
         holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
-        message=lambda job: (
-            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
-            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}"),
+        message=lambda job: f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
+            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
         division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
     Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
         holds=lambda job: job[ACCUMULATION] <= 1,
@@ -787,9 +719,8 @@ RULES: list[Rule[MaxTextJob]] = [
         Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
             when=lambda job: job.ramps and job.grows and job.increment_divides,
             holds=lambda job: job.global_size(INCREMENT) >= 1,
-            message=lambda job: (
-                f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText "
-                "divides by zero, hangs, or keeps the first batch indefinitely"),
+            message=lambda job: f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least "
+                "1: MaxText divides by zero, hangs, or keeps the first batch indefinitely",
             candidates=_increments_near),
         _over_mesh("rows_over_mesh", END),
         _over_mesh("first_rows_over_mesh", START),
@@ -798,23 +729,20 @@ RULES: list[Rule[MaxTextJob]] = [
             when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2,
             holds=lambda job: (
                 not any(job.global_size(key) % job[ACCUMULATION] for key in job.divided_keys) or not job.ramp_phases),
-            message=lambda job: (
-                f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
-                f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"),
+            message=lambda job: f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that "
+                f"many parts: {product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it",
             division=lambda job: (max(job.global_size(START), 1), 1)),
         Rule(name="maxtext.ramp_in_pipeline", keys=(RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
             holds=lambda job: not job.builds_ramp,
-            message=lambda job: (
-                f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
-                f"{job.global_size(START)} cannot be given that shape, and the first step fails"),
+            message=lambda job: f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's "
+                f"first one of {job.global_size(START)} cannot be given that shape, and the first step fails",
             candidates=lambda job: (False,)),
         Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
             holds=lambda job: _eval_rule(job)[0], message=lambda job: _eval_rule(job)[1],
             candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], job.unit)]),
         Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
-            message=lambda job: (
-                f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
-            )),
+            message=lambda job: f"the run has steps={job['steps']} "
+                f"(learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"),
     ]),
 ]  # fmt: skip
 DIALECT = Dialect(job=MaxTextJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

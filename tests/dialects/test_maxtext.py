@@ -187,3 +187,19 @@ def test_conversion_keeps_the_key_that_rampup_has():
     """Rampup has one of the keys that change the gradient of several passes."""
     converted = found({PASSES: 4, **dict.fromkeys(GRADIENT, True)}).conversion.values
     assert set(GRADIENT) & set(converted) == {"shard_optimizer_over_data"}
+
+
+def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path):
+    """Beside the right key a rule of MaxText refuses them; without it, and on the command line, the reader does."""
+    script, config = tmp_path / "run.sh", tmp_path / "run.yml"
+    script.write_text(f"#!/bin/bash\npython3 -m maxtext.trainers.pre_train.train base.yml {SIZE}=4 per_device_batchsize=4\n")
+    config.write_text(f"{SIZE}: 4\nnum_devices: 8\nper_device_batchsize: 4\n")
+    for path, line in ((script, 2), (config, 3)):
+        found = check_file(path, "maxtext", ["num_devices=8"])
+        assert (rules(found), found.validator) == (["known_keys"], "rejects")
+        assert f"per_device_batchsize (line {line}; the closest key is {SIZE})" in found.violations[0].message
+    config.write_text("num_devices: 8\nper_device_batchsize: 4\n")
+    with pytest.raises(ConfigError, match=rf"run\.yml:2: unknown key 'per_device_batchsize'; did you mean {SIZE}\?"):
+        check_file(config, "maxtext")
+    with pytest.raises(ConfigError, match=f"unknown key 'per_device_batchsize'; the closest is {SIZE}"):
+        verdict("maxtext", {SIZE: 4}, "num_devices=8", "per_device_batchsize=4")
