@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, main, take_turns
 from ramp import ramp_plan, sizes
 
-from rampup.data.batches import SampleOrder, StepDataset
+from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.sources import RowSource, TokenRows, as_source
 from rampup.engine.batch import MAX_CHUNKS, MAX_WHOLE, put_batch
 from rampup.engine.compile import compile_program
@@ -116,8 +116,9 @@ def three_phase_plan(steps: int) -> RampPlan:
 def read_rampup(source: RowSource, plan: RampPlan, seed: int | None, threads: int) -> int:
     """Read all batches of a plan and return their number of rows."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    dataset = StepDataset(source, plan, SampleOrder(len(source), seed=seed), mesh)
-    return sum(_num_rows(step.rows) for step in dataset[:].to_iter_dataset(_options(threads)))
+    loader = BatchLoader(source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=seed))
+    steps = grain.MapDataset.range(plan.total_steps).map(loader.read_step)
+    return sum(_num_rows(step.rows) for step in steps.to_iter_dataset(_options(threads)))
 
 
 def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
@@ -163,13 +164,15 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
 def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurements, *, rounds: int) -> None:
     """Add a row for each phase of a plan."""
     source = problem.source(4 * plan.ramp.sizes[-1])
-    dataset = StepDataset(source, plan, SampleOrder(len(source), seed=None), mesh)
+    loader = BatchLoader(source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=None))
     (step, state), row = start_rampup(problem, plan, mesh), jax.tree.map(lambda x: x[0], source.arrays)
     programs: dict[int, int] = {}
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         if split.microbatch_size not in programs:
             programs[split.microbatch_size] = program_memory(compile_program(step.lower(state, row, split))).total
-        moves = transfers(dataset.split_rows(dataset[phase.start_step], split), plan.position(phase.start_step), plan, mesh)
+        moves = transfers(
+            loader.split_rows(loader.read_step(phase.start_step), split), plan.position(phase.start_step), plan, mesh
+        )
         times = take_turns(moves, rounds=rounds)
         found.add(
             [

@@ -1,11 +1,10 @@
-"""Batches by step number: element i of the dataset is the batch of optimizer step i.
+"""Batches by step number, so that prefetching crosses steps, resuming is an index, and the rows do not depend on the hosts.
 
-Prefetching therefore crosses steps, resuming is an index, and the rows of a step do not depend on the number of hosts. The plan
-says which samples a step consumes, `SampleOrder` which row a sample is, `StepDataset` reads the rows in Grain's threads, and
-`BatchLoader` splits them into microbatches, when the step is about to run, and puts them on the devices.
+The plan says which samples a step consumes, `SampleOrder` which row a sample is. `BatchLoader` reads the rows, splits them into
+microbatches when the step is about to run, and puts them on the devices.
 
-Shape suffixes: n microbatches of a step, R rows of one microbatch over all replicas, S samples of a step that this process
-reads.
+Shape suffixes: n microbatches of a step, K of a chunk, R rows of one microbatch over all replicas, S samples of a step that
+this process reads.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.data.loading import Loading
 from rampup.data.sources import (
     RowRange,
     RowSource,
@@ -36,45 +35,32 @@ from rampup.data.sources import (
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, check_plan_fits, process_rows
-from rampup.errors import BatchDivisibilityError, DataError
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, batch_sharding, check_plan_fits, process_rows, rows_of_processes
+from rampup.errors import BatchDivisibilityError, ConfigError, DataError
+from rampup.plan.numbers import nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplit, BatchSplitter
 
-# Steps whose rows are on the devices before they are used.
-AHEAD_ON_DEVICE = 2
-# The bytes of a step up to which rows in memory are read here: a thread takes as long to hand over what it has read.
-INLINE_BYTES = 2**20
+AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
+INLINE_BYTES = 2**20  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
 _ROWS_OF_IDENTITY = 8
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class SampleOrder:
-    """Maps the number of a sample, counted over all epochs, to its row.
+    """Maps the number of a sample, counted over all epochs, to its row. With a seed, every epoch has another order.
 
-    Args:
-        num_rows: rows of the source.
-        seed: shuffles every epoch in a new order; None keeps the source's order.
-        num_epochs: passes over the rows; None = unlimited.
-        has_epochs: the source can be indexed beyond its length, where its next epoch is, as a Grain MapDataset can.
-
-    Raises:
-        DataError: no rows, or more than can be shuffled.
-
-    Example:
-        >>> SampleOrder(4, seed=None).rows(range(2, 7)).tolist()
-        [2, 3, 0, 1, 2]
+    With `has_epochs`, the source can be indexed beyond its length, as a Grain MapDataset can. No `num_epochs` is unlimited.
     """
 
     def __init__(self, num_rows: int, *, seed: int | None, num_epochs: int | None = None, has_epochs: bool = False) -> None:
         if num_rows < 1:
             raise DataError("the data has no rows")
         if seed is not None and num_rows >= 2**32:
-            raise DataError(
-                f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false (seed=None)"
-            )
+            problem = f"{num_rows:,} rows are more than the 2**32 that can be shuffled"
+            raise DataError(f"{problem}; set enable_data_shuffling=false (seed=None)")
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows, self._has_epochs = num_rows, has_epochs
         # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
@@ -92,12 +78,9 @@ class SampleOrder:
         if self.num_samples is not None and consumed_samples > self.num_samples:
             epochs = self.num_samples // self._num_rows
             needed = -(-consumed_samples // self._num_rows)
-            raise DataError(
-                f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are "
-                f"{self.num_samples:,}; set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps",
-                key="num_epoch",
-                nearest=(needed, -1),
-            )
+            problem = f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are"
+            fix = f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps"
+            raise DataError(f"{problem} {self.num_samples:,}; {fix}", key="num_epoch", nearest=(needed, -1))
 
 
 class StepRows(NamedTuple):
@@ -108,81 +91,50 @@ class StepRows(NamedTuple):
     rows: Any  # arrays (S, ...)
 
 
-class StepDataset(grain.MapDataset[Any]):
-    """A Grain dataset whose element i is the `StepRows` of optimizer step i.
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1 processes after it; f is `factor`."""
 
-    The plan decides which samples a step consumes, and `order` which rows they are. `loading` says which rows of a microbatch
-    this process reads, by default those that its devices in `mesh` need. Rows of `first_step` are read twice, to see whether
-    the source repeats them.
-    """
+    factor: int = 1
 
-    def __init__(
-        self,
-        source: RowSource,
-        plan: RampPlan,
-        order: SampleOrder,
-        mesh: Mesh,
-        loading: Loading | None = None,
-        *,
-        first_step: int = 0,
-    ) -> None:
-        super().__init__()
-        self._first_step = first_step
-        self._source = source
-        self._plan = plan
-        self._order = order
-        self._mesh = mesh
-        self._loading = loading or Loading()
+    def __post_init__(self) -> None:
+        count = jax.process_count()
+        if self.factor < 1 or count % self.factor:
+            nearest = nearest_multiples(count, max(self.factor, 1))
+            problem = f"expansion_factor_real_data={self.factor} must divide the number of processes, {count}"
+            fix = f"it would fit {' or '.join(map(str, nearest))} processes"
+            raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
 
-    def __len__(self) -> int:
-        return self._plan.total_steps
+    @property
+    def reads(self) -> bool:
+        """Whether this process reads."""
+        return jax.process_index() % self.factor == 0
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        position = self._plan.position(index)
-        samples_S = self.samples_of(position, position.split).ravel()
-        numbers_S = self._order.rows(samples_S.tolist())
-        rows = read_rows(self._source, numbers_S)
-        if index == self._first_step:
-            check_repeatable(self._source, numbers_S, rows)
-        return StepRows(position, samples_S, rows)
+    @functools.cache  # noqa: B019 - asking a sharding for its indices takes longer than reading a small batch
+    def rows_to_read(self, mesh: Mesh, num_rows: int, axes: BatchAxes | None) -> np.ndarray:
+        """Return the rows of a microbatch that this process reads: those of the first process it reads for, then the next."""
+        rows = rows_of_processes(mesh, num_rows, axes)
+        first = jax.process_index() // self.factor * self.factor
+        return np.concatenate([rows[first + member] for member in range(self.factor)])
 
-    def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
-        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
+    @functools.cache  # noqa: B019 - of few small objects
+    def redistribution(self, mesh: Mesh, num_rows: int, axes: BatchAxes | None) -> Callable[..., jax.Array]:
+        """Return a compiled gather of R rows that moves each from the process that has read it to the one that needs it.
 
-        Microbatch i of a step that starts at sample s contains samples s + i*d*b up to, not including, s + (i+1)*d*b.
+        Of its f arguments (K, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
         """
-        # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
-        num_rows = split.data_parallel_size * split.microbatch_size
-        starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
-        return starts[:, None] + self._loading.rows_to_read(self._mesh, num_rows)
+        rows = rows_of_processes(mesh, num_rows, axes)
+        # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds
+        # its rows in part g, at the places of the reader's own rows.
+        source_R = np.zeros(num_rows, np.int32)
+        for process, own in rows.items():
+            member = process % self.factor
+            source_R[own] = member * num_rows + rows[process - member]
 
-    def describe(self, position: PlanPosition, place: int) -> str:
-        """Return where a row of a step comes from, by its place among those that this process reads for this split."""
-        sample = int(self.samples_of(position, position.split).ravel()[place])
-        return self._source.describe(int(self._order.rows([sample])[0]))
+        def gather(*parts_KR: jax.Array) -> jax.Array:
+            return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
 
-    def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
-        """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
-
-        If `split` is not the planned one, a process among several needs other rows than those that it has read ahead. It
-        reads the missing ones only. A process that needs every row of the batch reads none.
-        """
-        rows, samples_S = step.rows, step.samples
-        # With the planned split, the rows are in the right order already and a reshape is enough.
-        if split != step.position.split:
-            wanted_S = self.samples_of(step.position, split).ravel()
-            if len(missing := np.setdiff1d(wanted_S, samples_S)):
-                more = read_rows(self._source, self._order.rows(missing.tolist()))
-                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
-                samples_S = np.concatenate([samples_S, missing])
-            if not np.array_equal(wanted_S, samples_S):
-                # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
-                by_number = np.argsort(samples_S, kind="stable")
-                place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
-                rows = jax.tree.map(lambda x: x[place_S], rows)
-        return in_microbatches(rows, split.num_microbatches)
+        return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=axes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,9 +142,6 @@ class BatchLoader:
     """Reads the batch of every optimizer step and puts it on the devices ahead of use.
 
     Attributes:
-        source: the rows.
-        plan: the plan.
-        mesh: the devices.
         order: which row each sample is.
         split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
             a phase whose program is not compiled yet then starts in the shape of the phase before.
@@ -216,7 +165,6 @@ class BatchLoader:
 
     def __post_init__(self) -> None:
         check_plan_fits(self.plan, self.mesh, self.batch_axes)
-        object.__setattr__(self, "loading", replace(self.loading, batch_axes=self.batch_axes))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches from step `start` up to step `stop`, by default to the end of the plan.
@@ -228,13 +176,11 @@ class BatchLoader:
         self.order.check(self.plan.ramp.samples_before(stop))
         if start >= stop:
             return
-        # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
-        dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading, first_step=start)
-        steps = self._read(dataset, start, stop)
+        steps = self._read(start, stop)
         ready: deque[Batch] = deque()
         for _ in range(start, stop):
             try:
-                ready.append(self._put(dataset, next(steps)))
+                ready.append(self._put(next(steps)))
             except DataError:
                 # Everything read before the bad row can still be trained on.
                 yield from ready
@@ -244,36 +190,89 @@ class BatchLoader:
                 yield ready.popleft()
         yield from ready
 
-    def _read(self, dataset: StepDataset, start: int, stop: int) -> Iterator[StepRows]:
-        """Yield the rows of every step: read ahead by Grain's threads, or here if they are few and in memory already."""
-        if getattr(self.source, "are_stored", False):
-            first = dataset[start]
-            yield first
-            start += 1
-            if sum(x.nbytes for x in jax.tree.leaves(first.rows)) <= INLINE_BYTES:
-                yield from map(dataset.__getitem__, range(start, stop))
-                return
-        # One thread also reads the rows in their order.
-        num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
-        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
-        if start < stop:
-            yield from dataset[start:stop].to_iter_dataset(options)
+    def read_step(self, step: int) -> StepRows:
+        """Return the rows of a step in the order of its planned split."""
+        position = self.plan.position(step)
+        samples_S = self.samples_of(position, position.split).ravel()
+        return StepRows(position, samples_S, read_rows(self.source, self.order.rows(samples_S.tolist())))
 
-    def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
+    def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
+        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
+
+        Microbatch i of a step that starts at sample s contains samples s + i*d*b up to, not including, s + (i+1)*d*b.
+        """
+        # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
+        num_rows = split.data_parallel_size * split.microbatch_size
+        starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
+        return starts[:, None] + self.loading.rows_to_read(self.mesh, num_rows, self.batch_axes)
+
+    def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
+        """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
+
+        If `split` is not the planned one, a process among several needs other rows, and reads those that are missing.
+        """
+        _, samples_S, rows = step
+        # With the planned split, the rows are in the right order already and a reshape is enough.
+        if split != step.position.split:
+            wanted_S = self.samples_of(step.position, split).ravel()
+            if len(missing := np.setdiff1d(wanted_S, samples_S)):
+                more = read_rows(self.source, self.order.rows(missing.tolist()))
+                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, more)
+                samples_S = np.concatenate([samples_S, missing])
+            if not np.array_equal(wanted_S, samples_S):
+                # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
+                by_number = np.argsort(samples_S, kind="stable")
+                place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
+                rows = jax.tree.map(lambda x: x[place_S], rows)
+        return in_microbatches(rows, split.num_microbatches)
+
+    def _read(self, start: int, stop: int) -> Iterator[StepRows]:
+        """Yield the rows of every step: read ahead by Grain's threads, or here if they are few and in memory already.
+
+        They read whole steps, and do not split: which split is right is known only when a step is about to run.
+        """
+
+        def read(step: int) -> StepRows:
+            found = self.read_step(step)
+            if step == start:
+                check_repeatable(self.source, self.order.rows(found.samples.tolist()), found.rows)
+            return found
+
+        steps = range(start, stop)
+        if getattr(self.source, "are_stored", False):
+            first = read(start)
+            yield first
+            steps = steps[1:]
+            if sum(x.nbytes for x in jax.tree.leaves(first.rows)) <= INLINE_BYTES:
+                yield from map(self.read_step, steps)
+                return
+        if steps:
+            # One thread also reads the rows in their order.
+            num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
+            options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
+            yield from grain.MapDataset.range(steps.start, steps.stop).map(read).to_iter_dataset(options)
+
+    def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
-        split = step.position.split if self.split_for is None else self.split_for(step.position)
-        position = replace(step.position, split=split)
+        position = step.position
+        split = position.split if self.split_for is None else self.split_for(position)
+        batch_nR = self.split_rows(step, split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
-        batch_nR = dataset.split_rows(step, split)
+        if split != position.split:
+            position = replace(position, split=split)
         f = self.loading.factor
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
         if f == 1:
-            options["name_row"] = lambda place: dataset.describe(position, place)
-            return put_batch(batch_nR, position, self.plan, self.mesh, **options)
+
+            def name_row(place: int) -> str:
+                sample = int(self.samples_of(position, split).ravel()[place])
+                return self.source.describe(int(self.order.rows([sample])[0]))
+
+            return put_batch(batch_nR, position, self.plan, self.mesh, name_row=name_row, **options)
         parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
         found = [put_batch(part, position, self.plan, auto_view(self.mesh), **options) for part in parts]
         # This process has also read for the processes after it: hand their rows on.
-        redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size)
+        redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size, self.batch_axes)
         return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))
 
 
@@ -301,8 +300,6 @@ def step_batches(
             the next is read. A source that several threads may read at the same time has an attribute `thread_safe = True`;
             NumPy arrays, lists, and Grain's sources and datasets need none. A row must be the same whenever it is read: the
             first 16 rows are read twice, and refused if they differ. Random numbers of a row come from its number.
-        plan: the plan.
-        mesh: the devices.
         start: the first step, or a position of the plan.
         stop: the step to stop before; None = the end of the plan.
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
@@ -317,11 +314,10 @@ def step_batches(
             something else than numbers that fit the devices.
 
     Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.engine.mesh import make_mesh
-        >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=3)
+        >>> import rampup
+        >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
+        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
+        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
         >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
@@ -341,10 +337,8 @@ class StepBatches(Iterator[Batch]):
     """The batches of `step_batches`. They know which rows they are of, so that a `Loop` notices others at a resume."""
 
     def __init__(self, batches: Iterator[Batch], source: RowSource, seed: int | None, *, warns: bool) -> None:
-        self._batches = batches
-        self._source = source
-        self._seed = seed
-        self._warns = warns
+        self._batches, self._warns = batches, warns
+        self._source, self._seed = source, seed
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
@@ -386,7 +380,7 @@ def eval_batches(
     full = len(rows) // batch_size * batch_size
     # A loss that sees whole batches sees all that is left over together.
     shared = full if whole_batch else len(rows) // num_shards * num_shards
-    # The first row, the rows of a batch, the batches, and the axes of the rows.
+    # First row, rows of a batch, batches, axes of the rows.
     parts = (
         (0, batch_size, full // batch_size, axes),
         (full, shared - full, 1, axes),
@@ -418,19 +412,18 @@ def stream_batches(
     """Yield the batch of every optimizer step from rows that come one after the other; see `TrainStep.stream`.
 
     A step takes from the source the rows that it needs and no others, so the state of the source, such as that of a Grain
-    iterator, belongs to a checkpoint of the same step. The caller restores it; only sources with random access resume by
-    themselves. With `batched=True`, the rest of a batch that two steps share is kept for the second and lost in a resumption.
+    iterator, belongs to a checkpoint of the same step. The caller restores it. With `batched=True`, the rest of a batch that
+    two steps share is kept for the second and lost in a resumption.
 
     Raises:
         DataError: the source ends inside a step, its rows differ in structure or shape, or it is a batched Grain dataset
             without `batched=True`.
 
     Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.engine.mesh import make_mesh
-        >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=3)
+        >>> import rampup
+        >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
+        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
+        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
         >>> [b.chunks[0][: b.num_microbatches].ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 6, 7]]
     """
@@ -488,11 +481,10 @@ def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
         Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the axes of the rows.
 
     Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.engine.mesh import make_mesh
-        >>> mesh = make_mesh(devices=jax.devices()[:1])
-        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
-        ...     num_devices=1, total_steps=3)
+        >>> import rampup
+        >>> mesh = rampup.make_mesh(devices=jax.devices()[:1])
+        >>> ramp, splitter = rampup.BatchRamp.from_schedule("0:2 4:4"), rampup.BatchSplitter(data_parallel_size=1)
+        >>> plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=3)
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """

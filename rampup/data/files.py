@@ -20,11 +20,12 @@ import jax
 import numpy as np
 
 from rampup.config.schema import Config
-from rampup.data.sources import RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
+from rampup.data.batches import Loading
+from rampup.data.sources import PlaceholderRows, RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
+from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
 
-# Files up to this size are hashed completely, larger ones by evenly spaced blocks.
-FULL_HASH_BYTES = 64 * 2**20
+FULL_HASH_BYTES = 64 * 2**20  # larger files are hashed by evenly spaced blocks
 NUM_BLOCKS = 64
 BLOCK_BYTES = 2**20
 _THREADS = 8
@@ -34,12 +35,8 @@ _SETTLED_NS = 2 * 10**9
 def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     """Return the rows to train on and the rows to evaluate on.
 
-    Files are named by glob patterns. Without `grain_train_files`, `text` is the Python standard library's own source. Without
-    `grain_eval_files`, a fraction of the training data is held out: every n-th text file, or the last rows of other data and of
-    few text files. `token_dtype` is the type of the tokens in .bin and ArrayRecord files.
-
-    Raises:
-        DataError: no such files, files that cannot be read, or too few rows.
+    Without `grain_train_files`, `text` is the Python standard library's own source. Without `grain_eval_files`, a fraction of
+    the training data is held out: every n-th text file, or the last rows of other data and of few text files.
     """
     shape: dict[str, Any] = {"sequence_length": config.max_target_length, "vocab_size": config.vocab_size}
     if config.dataset_type == "synthetic":
@@ -77,10 +74,20 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     held_out = max(round(len(train) * config.eval_holdout_fraction), 1)
     if held_out >= len(train):
         problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
-        fix = "add text, set a smaller max_target_length, or name grain_eval_files"
-        raise DataError(f"{problem}; {fix}")
+        raise DataError(f"{problem}; add text, set a smaller max_target_length, or name grain_eval_files")
     split = len(train) - held_out
     return RowRange(train, 0, split), RowRange(train, split, len(train))
+
+
+def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSource]:
+    """Open the sources in the processes that read; the others open no file, and get placeholders."""
+    opened = open_sources(config) if loading.reads else None
+    if loading.factor == 1 and opened is not None:
+        return opened
+    # The others need the numbers of rows, for the order of samples.
+    numbers = json.loads(broadcast_from_process0("sources", json.dumps([len(rows) for rows in opened or ()])))
+    shape = {"sequence_length": config.max_target_length, "vocab_size": config.vocab_size}
+    return opened or (PlaceholderRows(numbers[0], **shape), PlaceholderRows(numbers[1], **shape))
 
 
 def _find_files(pattern: str | None, key: str) -> list[str]:
@@ -122,16 +129,13 @@ _open_file = functools.lru_cache(maxsize=64)(_OpenFile)
 
 
 class TokenFile:
-    """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile.
-
-    `offset` are the bytes before the first token, `size` is the number of tokens.
-    """
+    """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile."""
 
     def __init__(self, path: str, dtype: np.dtype[Any], *, offset: int, size: int) -> None:
         self._path = path
         self._dtype = dtype
-        self._offset = offset
-        self._size = size
+        self._offset = offset  # bytes before the first token
+        self._size = size  # number of tokens
         # Opened anew: one that was opened before this run may be of a file that is gone.
         self._place = _OpenFile(path).place
 
@@ -142,7 +146,6 @@ class TokenFile:
         start, stop, _ = part.indices(self._size)
         wanted = (stop - start) * self._dtype.itemsize
         place = self._offset + start * self._dtype.itemsize
-        content = b""
         try:
             file = _open_file(self._path)
             if file.place != self._place:
@@ -152,6 +155,7 @@ class TokenFile:
             raise DataError(f"{self._path} cannot be opened again: {error.strerror or error}") from error
         if file.place != self._place:
             raise DataError(f"{self._path} is another file than when the run started: it was replaced")
+        content = b""
         # pread does not move a shared file position, so threads can read at the same time; it may return less than requested.
         while len(content) < wanted:
             try:
@@ -166,87 +170,73 @@ class TokenFile:
 
 
 def open_token_file(path: str, token_dtype: str) -> TokenFile:
-    """Open a .npy file, or a .bin file of little-endian tokens of type `token_dtype`.
-
-    Raises:
-        DataError: a file of another kind, or one that cannot be read or is truncated.
-    """
+    """Open a .npy file, or a .bin file of little-endian tokens of type `token_dtype`."""
+    if not path.endswith((".npy", ".bin")):
+        raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
     try:
-        if path.endswith(".npy"):
-            # Mapped to find where the data begin. Reading through the map would be a signal, not an error, if it is truncated.
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-            if not isinstance(array, np.ndarray):
-                raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
-            if array.ndim != 1 or array.dtype.kind not in "iu":
-                found = f"{array.dtype} of shape {array.shape}"
-                raise DataError(f"{path} must be a one-dimensional array of integers; it is {found}")
-            return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
         if path.endswith(".bin"):
             dtype = np.dtype(token_dtype).newbyteorder("<")
             size = os.path.getsize(path)
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token")
             return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
-    except DataError:
-        raise
+        # Mapped to find where the data begin. Reading through the map would be a signal, not an error, if it is truncated.
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu":
+            return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read as tokens: {error}") from error
-    raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
+    raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
 
 
 def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> dict[str, str]:
     """Return size and digest of each file, by its name relative to the folder that all of them share.
 
-    Files up to 64 MiB are read completely. Of larger files, 64 evenly spaced blocks of 1 MiB are read, the first and the last
-    among them: a few bytes changed in place can go unnoticed, a file that is longer, shorter or another one cannot. The result
-    is kept beside JAX's compilation cache, so that a file whose size and times are as they were is not read again.
-
-    With `num_shares`, only one file of so many, from number `share` on, is read and in the result.
-
-    Raises:
-        DataError: a file cannot be read.
+    Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read, the first and the last among them: a few bytes changed in
+    place can go unnoticed. The result is kept beside JAX's compilation cache, so that a file whose size and times are as they
+    were is not read again. With `num_shares`, only one file of so many, from number `share` on, is read and in the result.
     """
     names, shared = _names_below(paths)
-    rule = [str(shared), FULL_HASH_BYTES, NUM_BLOCKS, BLOCK_BYTES]
-    file = _cache_file(rule)
+    own = dict(list(zip(names, paths, strict=True))[share::num_shares])
+    folder = jax.config.jax_compilation_cache_dir
+    rule = hashlib.sha256(json.dumps([str(shared), FULL_HASH_BYTES, NUM_BLOCKS, BLOCK_BYTES]).encode()).hexdigest()[:16]
+    cache = Path(folder or "").expanduser() / "fingerprints" / f"{rule}.json"
+    is_kept = bool(folder) and "://" not in folder
     known: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        known = dict(json.loads(file.read_bytes())) if file else {}
-    found: dict[str, str] = {}
-    new: dict[str, Any] = {}
+        known = dict(json.loads(cache.read_bytes())) if is_kept else {}
 
-    def fingerprint(name: str, path: str) -> None:
+    def fingerprint(name: str, path: str) -> list[Any]:
         with _naming(path), open(path, "rb") as file:
             status = os.fstat(file.fileno())
+            facts = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+            if known.get(name, [])[:-1] == facts:
+                return known[name]
             digest = hashlib.sha256()
-            size = status.st_size
-            times = [status.st_mtime_ns, status.st_ctime_ns]
-            if known.get(name, [])[:-1] == [size, *times]:
-                found[name] = known[name][-1]
-                return
-            if size <= FULL_HASH_BYTES:
+            if status.st_size <= FULL_HASH_BYTES:
                 digest = hashlib.file_digest(file, "sha256")
             else:
                 # The block number 0 starts at byte 0, and the last one ends at the end of the file.
                 for number in range(NUM_BLOCKS):
-                    file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                    file.seek((status.st_size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
                     digest.update(file.read(BLOCK_BYTES))
-        found[name] = f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
-        # A file that is being written may change once more without another time.
-        if time.time_ns() - max(times) > _SETTLED_NS:
-            new[name] = [size, *times, found[name]]
+            return [*facts, f"{status.st_size} bytes, SHA-256 {digest.hexdigest()[:12]}"]
 
-    own = list(zip(names, paths, strict=True))[share::num_shares]
+    settled = time.time_ns() - _SETTLED_NS
     with ThreadPoolExecutor(_THREADS) as threads:
-        list(threads.map(lambda each: fingerprint(*each), own))
-    if file and new:
+        found = dict(zip(own, threads.map(fingerprint, own, own.values()), strict=True))
+    # A file that is being written may change once more without another time.
+    kept = known | {name: entry for name, entry in found.items() if max(entry[1:3]) < settled}
+    if is_kept and kept != known:
         # The folder may be read-only or full, and then the files are read again.
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            whole = file.with_name(f"{file.name}.{os.getpid()}")
-            whole.write_text(json.dumps(known | new))
-            whole.replace(file)
-    return {name: found[name] for name, _ in own}
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            whole = cache.with_name(f"{cache.name}.{os.getpid()}")
+            whole.write_text(json.dumps(kept))
+            whole.replace(cache)
+    return {name: digest for name, (*_, digest) in found.items()}
 
 
 def beginnings(paths: Sequence[str]) -> dict[str, str]:
@@ -265,13 +255,6 @@ def _names_below(paths: Sequence[str]) -> tuple[list[str], Path]:
     """Return the names of files relative to the folder that all of them share, and the folder."""
     shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ["."])
     return [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths], Path(shared)
-
-
-def _cache_file(rule: Sequence[Any]) -> Path | None:
-    """Return the file of known fingerprints, or None if there is no folder for it on a disk."""
-    folder = jax.config.jax_compilation_cache_dir
-    name = hashlib.sha256(json.dumps(rule).encode()).hexdigest()[:16]
-    return None if not folder or "://" in folder else Path(folder).expanduser() / "fingerprints" / f"{name}.json"
 
 
 @contextlib.contextmanager

@@ -18,18 +18,14 @@ from rampup.engine.totals import differing_leaves
 from rampup.errors import DataError, DataWarning, MissingDependencyError, RampupError, a_type
 
 Rows = Mapping[str, np.ndarray]
-# Rows of the first step that are read twice: enough for a random flip of every tenth row to show.
-_READ_TWICE = 16
+_READ_TWICE = 16  # rows of the first step: enough for a random flip of every tenth row to show
 # Objects that are being read, by their id. An entry lives as long as a thread reads or waits.
 _LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _LOCKS_GUARD = threading.Lock()
 
 
 class RowSource(Protocol):
-    """Random access to rows, many at a time.
-
-    A source is read by one thread at a time, unless it has an attribute `thread_safe` that is true.
-    """
+    """Random access to rows, many at a time; by one thread at a time, unless an attribute `thread_safe` is true."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -73,23 +69,11 @@ class _Tokens(RowSource):
 
 
 class TokenRows(_Tokens):
-    """Rows of consecutive tokens from flat arrays.
+    """Rows of consecutive tokens from flat arrays, or from `rampup.data.files.TokenFile`s.
 
     Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that are one token later. The last row of an
-    array is padded with zeros; `length` is the number of its targets that count.
-
-    Args:
-        arrays: one-dimensional integer arrays, or `rampup.data.files.TokenFile`s.
-        names: the name of each array in messages.
-        sequence_length: T, tokens per sample.
-        vocab_size: tokens must be below this.
-        starts: for text, (offset, name) of each document inside the single array.
-
-    Example:
-        >>> rows = TokenRows([np.arange(6)], ["six"], sequence_length=4, vocab_size=10)
-        >>> batch = rows.read(np.array([1]))
-        >>> batch["tokens"].tolist(), batch["length"].tolist()
-        ([[4, 5, 0, 0, 0]], [1])
+    array is padded with zeros; `length` is the number of its targets that count. For text, `starts` are (offset, name) of each
+    document inside the single array.
     """
 
     def __init__(
@@ -124,8 +108,7 @@ class TokenRows(_Tokens):
         array, start = self._place(row)
         if not self._starts:
             return f"{self._names[array]} from token {start:,} (row {row:,})"
-        offsets = [offset for offset, _ in self._starts]
-        document = int(np.searchsorted(offsets, start, side="right")) - 1
+        document = bisect.bisect_right(self._starts, start, key=lambda each: each[0]) - 1
         offset, name = self._starts[document]
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
@@ -176,9 +159,8 @@ class RecordRows(_Tokens):
         try:
             self._records = grain.sources.ArrayRecordDataSource(list(paths))
         except ImportError as error:
-            raise MissingDependencyError(
-                "dataset_type=arrayrecord needs the package array-record: pip install array-record"
-            ) from error
+            problem = "dataset_type=arrayrecord needs the package array-record: pip install array-record"
+            raise MissingDependencyError(problem) from error
         except Exception as error:
             raise DataError(f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}") from error
 
@@ -199,10 +181,7 @@ class RecordRows(_Tokens):
 
 
 class SyntheticRows:
-    """Synthetic rows: each counts up from a start and by a stride that depend on the row's number.
-
-    `first` is the number of the first row, so that two sources can differ.
-    """
+    """Synthetic rows: each counts up from a start and by a stride that depend on the row's number, which begins at `first`."""
 
     thread_safe = True
 
@@ -216,17 +195,22 @@ class SyntheticRows:
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
-        # Computed from the number alone, so any process can read any row, and a resumed run reads the same ones.
-        numbers = rows.astype(np.int64) + self._first
-        start = numbers * 7919 % self._vocab_size
-        stride = 1 + numbers % 7
-        tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
-        length = np.full(len(rows), self._length, np.int32)
-        return {"tokens": tokens.astype(_smallest_dtype(self._vocab_size)), "length": length}
+        numbers = rows.astype(np.int64)[:, None] + self._first
+        tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(self._length + 1)
+        tokens = (tokens % self._vocab_size).astype(_smallest_dtype(self._vocab_size))
+        return {"tokens": tokens, "length": np.full(len(rows), self._length, np.int32)}
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
         return f"synthetic row {row:,}"
+
+
+class PlaceholderRows(SyntheticRows):
+    """Rows for a process that leaves reading to another one: they have the shapes of tokens, and nobody trains on them."""
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"row {row:,}, read by another process"
 
 
 class RowRange:
@@ -271,10 +255,7 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
 
 
 def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable[..., np.ndarray] = np.array) -> Any:
-    """Return rows as arrays, or refuse rows that differ. `name` returns where a row comes from, by its place in `items`.
-
-    With `np.concatenate`, the items are batches, whose numbers of rows may differ.
-    """
+    """Return rows as arrays, or with `np.concatenate` batches of rows, and refuse those that differ. `name` names an item."""
     try:
         # `np.array` stacks small arrays in a third of the time of `np.stack`.
         return jax.tree.map(lambda *leaves: stack(leaves), *items)
@@ -297,8 +278,7 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
     again = jax.tree.leaves(read_rows(source, rows))
     for (path, first), second in zip(jax.tree.leaves_with_path(found), again, strict=True):
         for place, row in enumerate(rows):
-            # As bytes: a NaN is not equal to itself.
-            if np.asarray(first[place]).tobytes() != np.asarray(second[place]).tobytes():
+            if np.asarray(first[place]).tobytes() != np.asarray(second[place]).tobytes():  # a NaN is not equal to itself
                 where = f"batch{jax.tree_util.keystr(path)}"
                 problem = f"{source.describe(int(row))} is another one when it is read again, in {where}"
                 why = "no run could be repeated or resumed with the same rows"
@@ -307,10 +287,8 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
 
 
 def warn_of_batches(row: Any) -> None:
-    """Warn if what is taken for a row, here its shapes, looks like a batch: a number per row beside an array per row.
-
-    No shape proves it: a sequence with a label for each of its elements looks alike.
-    """
+    """Warn if what is taken for a row, here its shapes, looks like a batch: a number per row beside an array per row."""
+    # No shape proves it: a sequence with a label for each of its elements looks alike.
     shapes = [x.shape for x in jax.tree.leaves(row)]
     sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or not {1} < {len(shape) for shape in shapes}:
@@ -319,13 +297,9 @@ def warn_of_batches(row: Any) -> None:
     # Matrices of pairs belong to a sequence.
     if size > 1 and not any(size in shape[1:] for shape in shapes):
         found = ", ".join(str(list(shape)) for shape in shapes[:4])
-        warnings.warn(
-            f"each row has arrays of shape {found}. If it is a batch of {size} rows, a step takes {size} times as many rows as "
-            "the plan says: train with step.stream(source, batched=True). If it is one row, such as a sequence, say so with "
-            "batched=False",
-            DataWarning,
-            stacklevel=3,
-        )
+        problem = f"each row has arrays of shape {found}. If it is a batch of {size} rows, a step takes {size} times as many"
+        fix = "train with step.stream(source, batched=True). If it is one row, such as a sequence, say so with batched=False"
+        warnings.warn(f"{problem} rows as the plan says: {fix}", DataWarning, stacklevel=3)
 
 
 def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
@@ -334,7 +308,6 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
     except RampupError:
         raise
     except Exception as error:
-        # A source fails for a batch of rows: find the one row to report.
         for row in rows.tolist():
             try:
                 source.read(np.array([row]))
@@ -343,9 +316,8 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
         raise DataError(f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}") from error
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(len(rows),)}:
-        raise DataError(
-            f"{len(rows)} rows were requested, from {source.describe(int(rows[0]))} on, but the source returned {sizes}"
-        )
+        first = source.describe(int(rows[0]))
+        raise DataError(f"{len(rows)} rows were requested, from {first} on, but the source returned {sizes}")
     return batch
 
 
@@ -356,34 +328,25 @@ def as_source(source: Any) -> RowSource:
     if isinstance(source, Mapping) and 0 not in source:
         kind = type(source).__name__
         names = ", ".join(map(repr, source))[:100]
-        raise DataError(
-            f"a {kind} of arrays ({names}) is not indexed by row; give its rows, as a list or with grain.MapDataset.source, or "
-            "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
-        )
+        fix = "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
+        problem = f"a {kind} of arrays ({names}) is not indexed by row"
+        raise DataError(f"{problem}; give its rows, as a list or with grain.MapDataset.source, or {fix}")
     if isinstance(source, tuple):
         shapes = [getattr(column, "shape", ()) for column in source]
         sizes = {shape[:1] for shape in shapes}
-        if len(shapes) > 1 and len(sizes) == 1 and max(sizes, default=()) > (len(shapes),):
+        if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
             found = ", ".join(str(list(shape)) for shape in shapes[:4])
-            raise DataError(
-                f"a tuple of arrays of shape {found} looks like columns, and a source is indexed by row; give its rows, "
-                "list(zip(*columns)); if each array is one row, give a list of them"
-            )
+            problem = f"a tuple of arrays of shape {found} looks like columns, and a source is indexed by row"
+            raise DataError(f"{problem}; give its rows, list(zip(*columns)); if each array is one row, give a list of them")
     check_not_batched(source, "train with step.stream(dataset.to_iter_dataset(), batched=True)")
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise DataError(
-            f"{a_type(source)} cannot be indexed by row; give a list, a Grain data source or a grain.MapDataset, "
-            "or train on rows that come one after the other with step.stream(source)"
-        )
+        fix = "give a list, a Grain data source or a grain.MapDataset, or train on rows that come one after the other"
+        raise DataError(f"{a_type(source)} cannot be indexed by row; {fix} with step.stream(source)")
     return ItemRows(source)
 
 
 def check_not_batched(source: Any, other_way: str) -> None:
-    """Refuse a Grain dataset, iterator or loader whose elements are batches, where each is taken for one row.
-
-    Only what Grain's own transformations say is known. An array of two dimensions is a legal row. `other_way` says how the
-    batches can be trained on.
-    """
+    """Refuse a Grain dataset, iterator or loader whose elements are batches, as Grain's own transformations say."""
     todo = [source]
     while todo:
         node = todo.pop()
@@ -392,10 +355,8 @@ def check_not_batched(source: Any, other_way: str) -> None:
         if kind.__module__.partition(".")[0] != "grain" or "flatmap" in kind.__name__.lower():
             continue
         if "batch" in kind.__name__.lower():
-            raise DataError(
-                f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of its elements is several rows, but the "
-                f"plan decides how many rows a step has; leave out .batch(...), or {other_way}"
-            )
+            problem = f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of its elements is several rows"
+            raise DataError(f"{problem}, but the plan decides how many rows a step has; leave out .batch(...), or {other_way}")
         # The names of Grain 0.2. With others, nothing is found and nothing is refused.
         for name in ("_parents", "_map_parent", "_datasets", "_data_loader", "_operations"):
             found = getattr(node, name, ())

@@ -26,9 +26,8 @@ from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
-from rampup.data.batches import BatchLoader, SampleOrder
-from rampup.data.files import beginnings, fingerprints, open_sources
-from rampup.data.loading import Loading, shared_sources
+from rampup.data.batches import BatchLoader, Loading, SampleOrder
+from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
 from rampup.engine.accumulate import AccumulatedLoss, random_key
 from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
@@ -307,7 +306,7 @@ class Run:
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
-        train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config))
+        train_rows, eval_rows = shared_sources(loading, config)
         # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
         paths = files_of(train_rows)
         check_consistent({"num_rows": len(train_rows)} | ({"data": beginnings(paths)} if loading.reads else {}))

@@ -3,13 +3,14 @@
 from collections import Counter
 
 import grain
+import jax
 import numpy as np
 import pytest
 from helpers import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.data.batches import SampleOrder, StepDataset, microbatches, step_batches
+from rampup.data.batches import BatchLoader, SampleOrder, microbatches, step_batches
 from rampup.data.sources import ItemRows
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
@@ -54,7 +55,7 @@ class PartOfTheRows:
     def __init__(self, process, count):
         self.process, self.count = process, count
 
-    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
+    def rows_to_read(self, mesh, num_rows, axes):  # noqa: ARG002 - as in `Loading`
         """Return the process's part of a microbatch's rows."""
         return np.split(np.arange(num_rows), self.count)[self.process]
 
@@ -66,10 +67,12 @@ def test_processes_share_a_batch_without_overlap(per_process, factors, num_proce
     ramp = BatchRamp.piecewise([(n * 100, R * factor) for n, factor in enumerate(factors)])
     splitter = BatchSplitter(data_parallel_size=R, microbatch_size=1)
     plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=R, total_steps=40)
+    mesh = jax.sharding.AbstractMesh((R,), ("data",))
+    loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]
+    loaders = [BatchLoader(source=None, plan=plan, mesh=mesh, order=None, loading=own) for own in loadings]
     for step in (0, 7, 39):
         position = plan.position(step)
-        loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]
-        parts = [StepDataset(None, plan, None, None, own).samples_of(position, position.split) for own in loadings]
+        parts = [loader.samples_of(position, position.split) for loader in loaders]
         assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
         assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
@@ -134,15 +137,16 @@ def test_split_rows_reads_only_missing_rows():
     """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
-    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, PartOfTheRows(1, 2))
-    step = dataset[11]
+    order = SampleOrder(1000, seed=None)
+    loader = BatchLoader(source=ItemRows(source), plan=plan, mesh=mesh, order=order, loading=PartOfTheRows(1, 2))
+    step = loader.read_step(11)
     split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
     assert split != step.position.split
-    assert (len(dataset), step.position) == (12, plan.position(11))
-    assert dataset[9:][2].rows.tolist() == step.rows.tolist() == step.samples.tolist()
+    assert step.position == plan.position(11)
+    assert step.rows.tolist() == step.samples.tolist()
     before = len(source.read)
-    rows = dataset.split_rows(step, split)
-    wanted = dataset.samples_of(step.position, split)
+    rows = loader.split_rows(step, split)
+    wanted = loader.samples_of(step.position, split)
     assert rows.tolist() == wanted.tolist()
     assert sorted(source.read[before:]) == sorted(set(wanted.ravel().tolist()) - set(step.samples.tolist()))
     assert len(source.read) < before + wanted.size
