@@ -41,15 +41,12 @@ from rampup.engine.zero import scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel, matrices
 from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
-from rampup.loop.components import AutoBatch, Component, NoiseAverages
+from rampup.loop.components import AutoBatch, Component, NoiseAverages, SameRun
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
-from rampup.loop.metrics import MetricOptions
+from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary, keep_config, run_in_folder
+from rampup.loop.metrics import TENSORBOARD_FOLDER, MetricOptions, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.loop.run_folder import as_path
-from rampup.loop.same_run import SameRun
-from rampup.loop.start import keep_config, run_in_folder
-from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp

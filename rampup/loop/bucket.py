@@ -1,8 +1,7 @@
 """Paths in a bucket, whose failures are all `StorageError`.
 
-`etils.epath` gives `gs://`, `s3://` and `az://` the methods of `pathlib.Path`. What fails behind it raises errors of its own:
-of the storage library, of its HTTP client, of the credentials. Few of them are an `OSError`, so they would pass by code that
-treats a full disk and an absent bucket alike.
+`etils.epath` gives `gs://`, `s3://` and `az://` the methods of `pathlib.Path`. What fails behind it, such as an HTTP client,
+raises errors that are no `OSError`, and would pass by code that treats a full disk and an absent bucket alike.
 """
 
 from __future__ import annotations
@@ -17,25 +16,19 @@ from typing import Any
 
 from rampup.errors import ConfigError, MissingDependencyError, StorageError
 
-# The schemes of buckets, with the packages that they need.
 PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
-# Methods of a path that send requests. Those that return an iterator are read to its end.
+# Methods of a path that send requests.
 _METHODS = ("exists", "is_dir", "mkdir", "rmdir", "rmtree", "unlink", "rename", "replace", "copy", "stat")
-_ITERATORS = ("iterdir", "glob")
+_CONTENTS = ("iterdir", "glob", "write_bytes", "write_text")
 
 
 def bucket_path(path: str | os.PathLike[str]) -> Any:
-    """Return the path of a URL in a bucket.
-
-    Raises:
-        ConfigError: the URL is not of a bucket.
-        MissingDependencyError: the package for this kind of bucket is not installed.
-        StorageError: the bucket cannot be reached.
-    """
+    """Return the path of a URL in a bucket, or refuse another URL and a bucket that cannot be reached."""
     text = os.fspath(path)
     scheme = text.partition("://")[0]
     if scheme not in PACKAGES:
-        problem = f"{text} is neither a folder nor a bucket; buckets begin with {', '.join(f'{name}://' for name in PACKAGES)}"
+        schemes = ", ".join(f"{name}://" for name in PACKAGES)
+        problem = f"{text} is neither a folder nor a bucket; buckets begin with {schemes}"
         raise ConfigError(problem, key="base_output_directory")
     if isinstance(path, _path_class()):
         return path
@@ -63,54 +56,34 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @functools.cache
 def _path_class() -> type[Any]:
-    """Return the class of paths in buckets. It is made here, because etils is slow to import and most runs have no bucket."""
+    """Return the class of paths in buckets, made here because etils is slow to import and most runs have no bucket."""
     from etils import epath
 
     for name in ("gcsfs", "gcsfs.retry", "google.auth._default"):
         logging.getLogger(name).addFilter(_say_once())
 
     class BucketPath(type(epath.Path("gs://bucket"))):  # type: ignore[misc]
-        """A path in a bucket."""
+        """A path in a bucket. An object that is read is in memory as a whole, so that reading it cannot fail later."""
 
         def open(self, mode: str = "r", **options: Any) -> Any:
-            """Open an object. One that is read is in memory as a whole, so that reading it cannot fail later."""
-            if "r" not in mode:
-                with storage_errors(self):
+            with storage_errors(self):
+                if "r" not in mode:
                     return super().open(mode, **options)
-            content = self.read_bytes()
+                with super().open("rb") as file:
+                    content = file.read()
             return io.BytesIO(content) if "b" in mode else io.StringIO(content.decode())
 
-        def read_bytes(self) -> bytes:
-            """Return the content of an object."""
-            with storage_errors(self), super().open("rb") as file:
-                return bytes(file.read())
-
-        def read_text(self, encoding: str | None = None) -> str:
-            """Return the content of an object as text."""
-            return self.read_bytes().decode(encoding or "utf-8")
-
-        def write_bytes(self, content: bytes) -> int:
-            """Replace an object."""
-            with storage_errors(self), super().open("wb") as file:
-                return int(file.write(content))
-
-        def write_text(self, content: str, encoding: str | None = None) -> int:
-            """Replace an object by text."""
-            return self.write_bytes(content.encode(encoding or "utf-8"))
-
-    def guarded(name: str) -> Callable[..., Any]:
-        method = getattr(BucketPath, name)
-
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **options: Any) -> Any:
             with storage_errors(self):
                 found = method(self, *args, **options)
-                return iter(list(found)) if name in _ITERATORS else found
+                return iter(list(found)) if isinstance(found, Iterator) else found
 
         return call
 
-    for name in (*_METHODS, *_ITERATORS):
-        setattr(BucketPath, name, guarded(name))
+    for name in (*_METHODS, *_CONTENTS):
+        setattr(BucketPath, name, guarded(getattr(BucketPath, name)))
     return BucketPath
 
 

@@ -1,9 +1,8 @@
 """Checkpoints with Orbax: the training state, and a record of the step and the run that it belongs to.
 
-Every checkpoint has the checksums of its files, so that damage after it was written is noticed. Tensorstore checks only its
-indexes: a flipped bit in the values of an array is restored without an error. Each process takes the checksums of the files
-that it has written, and on resume those of its share of all files, so the time does not grow with the number of processes.
-A bucket has checksums of its own, so there a checkpoint is intact if Orbax has completed it.
+Every checkpoint has the checksums of its files: Tensorstore restores a flipped bit in the values of an array without an error.
+Each process takes those of the files that it has written, and on resume those of its share of all files. A bucket has checksums
+of its own, so there a checkpoint is intact if Orbax has completed it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -36,21 +34,17 @@ from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.lock import require_owner
 from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
 
-RECORD_VERSION, RECORD_FILE = 1, "record/metadata"
+RECORD_VERSION = 1
+RECORD_FILE = "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
-# Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
-_WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
-# A part of the key of Orbax's barrier that a process reaches when it has written its files of a checkpoint.
-_ALL_WRITTEN = "async_write_complete"
+_WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})  # by Orbax; no part of the state
+_ALL_WRITTEN = "async_write_complete"  # in the key of Orbax's barrier after the files of all processes
 _THREADS = 8
 # Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
 METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
-# How long a checkpoint waits for the answer whether the run is still that of this process.
-_OWNER_SECONDS = 60.0
-# Leaves that an error message names if a checkpoint has another structure.
-MAX_DIFFERENCES = 5
-# How long a process whose write has failed waits until the others know.
-_TELL_SECONDS = 60.0
+_OWNER_SECONDS = 60.0  # until it is known whether the run is still that of this process
+_TELL_SECONDS = 60.0  # until the others know of a write that has failed
+MAX_DIFFERENCES = 5  # leaves that an error message names
 _question_numbers = itertools.count()
 _barrier_numbers = itertools.count()
 
@@ -62,7 +56,6 @@ class CheckpointOptions:
     Attributes:
         checkpoint_period: steps between checkpoints; None = write none.
         max_to_keep: older checkpoints are deleted; None keeps all.
-        async_checkpointing: write in the background.
         on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
         identity: JSON values that must be the same in a checkpoint and in the run that resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
@@ -89,13 +82,7 @@ class SavedCheckpoint:
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
-    """Return the newest intact checkpoint in a folder, the same in every process, or None if there is none.
-
-    Nothing is opened for writing, created or moved.
-
-    Raises:
-        ResumeMismatchError: every checkpoint is damaged, or the newest intact one has a record of another version of rampup.
-    """
+    """Return the newest intact checkpoint in a folder, the same in every process, or None; refuse if all are damaged."""
     # Every process must resume from the same step, and their file systems may not show the same files at the same time.
     number = next(_question_numbers)
     count = jax.process_count()
@@ -112,11 +99,8 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
         problems[step] = problem
     if problems:
         lines = "\n".join(f"  {folder / str(step)}: {problem}" for step, problem in problems.items())
-        raise ResumeMismatchError(
-            f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
-            "restore one from a copy, or give the run another run_name to start from the beginning",
-            key="run_name",
-        )
+        fix = "restore one from a copy, or give the run another run_name to start from the beginning"
+        raise ResumeMismatchError(f"every checkpoint is damaged, and none is deleted:\n{lines}\n{fix}", key="run_name")
     return None
 
 
@@ -137,10 +121,7 @@ def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, An
 def read_state(folder: Path, step: int, state: Any) -> Any:
     """Return the state of an intact checkpoint of a run that may be training, without changing anything in its folder.
 
-    `state` is a state of the same structure, or its shapes. The result has its types and shardings.
-
-    Raises:
-        ResumeMismatchError: a state of another structure.
+    `state` is a state of the same structure, or its shapes, with the types and shardings of the result.
     """
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
@@ -167,7 +148,6 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
 
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
     """Return the state of a checkpoint like `shapes`, with its shardings; by default as nested dicts on one device."""
-    # It only reads, so it needs no `ocp.CheckpointManager`.
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         if shapes is None:
             shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
@@ -191,12 +171,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run. Each is named after the number of optimizer steps done.
 
     Orbax writes a checkpoint into a temporary folder, with the checksums of its files, and then renames it: a checkpoint is
-    complete or absent.
-
-    Args:
-        folder: the folder; created with the first checkpoint.
-        options: how many are kept, and whether they are written in the background.
-        on_error: called with a StorageError if a checkpoint cannot be written. By default it is raised.
+    complete or absent. `on_error` is called with a StorageError if one cannot be written; by default it is raised.
     """
 
     def __init__(
@@ -210,7 +185,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         self._saved: int | None = None
         self._manager: ocp.CheckpointManager | None = self._open()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         # An error while closing must not hide the error that led to closing.
         with contextlib.suppress(*(() if error is None else (Exception,))):
             if self._manager is not None:
@@ -222,15 +197,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return max(checkpoint_steps(self.folder), default=None)
 
     def save(self, step: int, state: Any, record: Mapping[str, Any]) -> bool:
-        """Write a checkpoint after `step` optimizer steps, with JSON values `record`, unless there is one.
+        """Write a checkpoint after `step` optimizer steps, unless there is one; return whether it is written, or begun.
 
-        When this returns, `state` has been copied: it may be donated, even if the write goes on in the background.
-
-        Returns:
-            Whether the checkpoint is written, or its write has begun.
-
-        Raises:
-            StorageError: from `on_error`, for this checkpoint or the one before it.
+        When this returns, `state` has been copied: it may be donated, even if the write goes on in the background. `on_error`
+        may be called for this checkpoint or the one before it.
         """
         # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
         self.wait()
@@ -253,11 +223,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         return self._options.async_checkpointing or self.wait()
 
     def _problem(self, state: Any) -> str:
-        """Return why this process cannot write a checkpoint, or "".
-
-        If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them. If there is no
-        room, they print pages about every file.
-        """
+        """Return why this process cannot write a checkpoint, or "". Orbax itself would wait ten minutes, or print pages."""
         try:
             if is_primary():
                 require_owner(self.folder.parent, seconds=_OWNER_SECONDS)
@@ -266,41 +232,31 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                     probe.write_bytes(b"")
                     probe.unlink()
                 else:
-                    # Its parents are not made: if they are gone, the run has been moved. A killed run may have left the probe.
+                    # Its parents are not made: if they are gone, the run was moved. A killed run may have left the probe.
                     self.folder.mkdir(exist_ok=True)
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
             # The folder may be new, and a network file system may not show it to other processes yet.
             if is_bucket(self.folder) or not self.folder.is_dir():
                 return ""
-            # Arrays count as if they could not be compressed, with the metadata of Orbax and of each array.
-            leaves = jax.tree.leaves(state)
             disk = shutil.disk_usage(self.folder)
         except RampupError as error:
             return str(error)
         except OSError as error:
             return f"{self.folder} cannot be written: {error.strerror or error}"
-        most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
-        most += METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
+        # Arrays count as if they could not be compressed.
+        most = METADATA_BYTES + sum(METADATA_BYTES_PER_ARRAY + getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(state))
         if disk.total == 0 or disk.free >= most:  # some network file systems have no numbers
             return ""
-        return (
-            f"No space left on device in {self.folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
-            f"{disk.free / 2**20:,.1f} MiB are free"
-        )
+        sizes = f"the checkpoint may take {most / 2**20:,.1f} MiB, {disk.free / 2**20:,.1f} MiB are free"
+        return f"No space left on device in {self.folder}: {sizes}"
 
     def wait(self) -> bool:
         """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
         return self._manager is None or self._attempt(self._manager.wait_until_finished)
 
     def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
-        """Return the state of a checkpoint, and move newer, damaged checkpoints into `damaged_checkpoints` next to the folder.
-
-        The restored state gets the shapes, types and shardings of `state`. Each `CheckpointDamaged` is reported.
-
-        Raises:
-            ResumeMismatchError: a state of another structure; nothing is moved then.
-        """
+        """Return the state of a checkpoint, like `state`, or refuse; then move newer, damaged ones aside."""
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source = self.folder / str(step)
@@ -345,12 +301,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
                 raise StorageError(problem) from None
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames the folder, when all files are written.
-        callbacks = ocp.AsyncOptions(
-            barrier_sync_fn=barrier, post_finalization_callback=lambda: take_checksums() if is_primary() else None
-        )
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._options.max_to_keep, create=True, cleanup_tmp_directories=True, async_options=callbacks
-        )
+        last = take_checksums if is_primary() else None
+        callbacks = ocp.AsyncOptions(barrier_sync_fn=barrier, post_finalization_callback=last)
+        kept = self._options.max_to_keep
+        options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=True, async_options=callbacks)
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
     def _unfinished(self, step: int | None) -> Iterable[Path]:
@@ -390,27 +344,21 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return reason
         if re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
             return f"No space left on device in {self.folder}"
-        # Of the system's errors, tensorstore also says what it was doing, in a page.
+        # Tensorstore says in a page what it was doing.
         cause = re.search(r"([\w ]+) \[os_error_code=", reason)
         return f"{cause[1].strip()} in {self.folder}" if cause else reason[:300]
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
     """Return all fields of a state that contain arrays, such as the moving average in a subclass of Flax's TrainState."""
-    if dataclasses.is_dataclass(state):
-        fields = [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", not f.metadata.get("static", False))]
-        tree = {field.name: getattr(state, field.name) for field in fields}
-    else:
-        tree = state._asdict()
-    return {name: value for name, value in tree.items() if value is not None}
+    fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
+    names = [f.name for f in fields if f.metadata.get("pytree_node", not f.metadata.get("static", False))]
+    names = names or state._fields  # of a named tuple
+    return {name: value for name in names if (value := getattr(state, name)) is not None}
 
 
 def write_checksums(folder: Path, *, process: int = 0) -> None:
-    """Write the size and the SHA-256 of the files in a folder that a process has written into a file there.
-
-    Orbax gives each process a folder for its arrays. Process 0 comes last, has all other files, and adds what the other
-    processes have found without reading theirs.
-    """
+    """Write size and SHA-256 of the files that a process has written; process 0, the last, adds those of the others."""
     files = _files_to_check(folder)
     others = {path: json.loads(path.read_bytes()) for path in folder.glob(f"{CHECKSUMS_FILE}.*")} if process == 0 else {}
     found: dict[str, Any] = {name: entry for entries in others.values() for name, entry in entries.items()}
@@ -428,10 +376,7 @@ def write_checksums(folder: Path, *, process: int = 0) -> None:
 
 
 def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
-    """Return how a folder differs from its checksums, or None if it is intact.
-
-    Names and sizes of all files are checked, and the contents of one of `num_shares` shares of them, of about the same size.
-    """
+    """Return how a folder differs from its checksums, or None; contents are checked of one of `num_shares` parts of it."""
     if is_bucket(folder):
         return None if ocp.utils.is_checkpoint_finalized(folder) else "it was not completed"
     try:

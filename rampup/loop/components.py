@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import operator
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import flax
 import jax
+import numpy as np
+import optax
 
+import rampup
 from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import NoiseScale
-from rampup.engine.processes import broadcast_from_process0
-from rampup.errors import ResumeMismatchError
+from rampup.engine.processes import broadcast_from_process0, is_primary
+from rampup.errors import ResumeMismatchError, ResumeWarning
 from rampup.loop.events import BatchSizeDecided, OnEvent
 from rampup.plan.numbers import finite_or_none
 
-# Entries of a checkpoint's record: the steps at which microbatch shapes changed, which a resumed run repeats; the averages of
-# the gradient noise; and the schedule that `auto_schedule: advise` would have used so far.
-SHAPE_CHANGES = "shape_changes"
-GRADIENT_NOISE = "gradient_noise"
-ADVISED_ROWS = "advised_rows"
-
-
-class LoopRamp(Protocol):
-    """The part of a ramp that a loop reads: of a `BatchRamp`, or of another schedule of samples."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the sizes."""
-
-    @property
-    def ramp_steps(self) -> int:
-        """Steps before the last phase."""
-
-    def samples_before(self, step: int) -> int:
-        """Return the samples of the steps before one."""
-
-    def to_rows(self) -> list[list[Any]]:
-        """Return the ramp as a table, a list of JSON values for each phase."""
-
-    def differences(self, rows: list[list[Any]]) -> str:
-        """Return how the `to_rows` of a checkpoint differ, as lines of an error message; "" if they cannot be shown."""
+# Entries of a checkpoint's record.
+SHAPE_CHANGES = "shape_changes"  # the steps at which microbatch shapes changed, which a resumed run repeats
+GRADIENT_NOISE = "gradient_noise"  # its averages
+ADVISED_ROWS = "advised_rows"  # the schedule that `auto_schedule: advise` would have used so far
+ROWS = "rows"
+PROGRAMS = "programs"
+_MAX_CONSTANT = 2**16
 
 
 class LoopPlan(Protocol):
@@ -54,8 +43,8 @@ class LoopPlan(Protocol):
         """Optimizer steps of the run."""
 
     @property
-    def ramp(self) -> LoopRamp:
-        """The samples of each step."""
+    def ramp(self) -> Any:
+        """What a loop reads of a `BatchRamp`: `ramp_steps`, `samples_before`, `fingerprint`, `to_rows` and `differences`."""
 
 
 class LoopStep(Protocol):
@@ -80,8 +69,8 @@ class LoopStep(Protocol):
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run one optimizer step; return the state and the metrics.
 
-        Of these the loop knows `loss`, and if they are there `grad_norm`, `skipped`, `aux` (sums), `weight` (what the means of
-        sums are divided by), `gradient_noise` and `facts` (numbers of the host, for the line of the step).
+        Of these the loop knows `loss`, and if they are there `grad_norm`, `skipped`, `aux` (sums), `weight` (of their means),
+        `gradient_noise` and `facts` (numbers of the host, for the line of the step).
         """
 
     def close(self) -> None:
@@ -89,10 +78,7 @@ class LoopStep(Protocol):
 
 
 class Component:
-    """A part of a run with state of its own. By default it has none and does nothing.
-
-    All processes have the same components and call them alike, so that their states stay equal.
-    """
+    """A part of a run with state of its own; by default it has none. All processes call theirs alike: the states stay equal."""
 
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's record, as JSON values."""
@@ -104,8 +90,7 @@ class Component:
     def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """Process the metrics of one finished step; return what to add to its line. Called once per step, in order.
 
-        `line` is the line so far, with what the components before this one have added. `values` are the metrics of the step on
-        the host.
+        `line` is the line so far, with what the components before this one have added, and `values` are the step's metrics.
         """
         return {}
 
@@ -137,11 +122,9 @@ class ShapeChanges(Component):
         except (AttributeError, TypeError, ValueError):
             found = {-1: -1}
         if any(size < 1 or step < 0 for size, step in found.items()):
-            raise ResumeMismatchError(
-                f"the checkpoint of step {record['step']} in {self.folder} has no readable {SHAPE_CHANGES}: {changes!r:.100}; "
-                "delete it to resume from the one before",
-                key=SHAPE_CHANGES,
-            )
+            problem = f"the checkpoint of step {record['step']} in {self.folder} has no readable {SHAPE_CHANGES}: "
+            fix = "delete it to resume from the one before"
+            raise ResumeMismatchError(f"{problem}{changes!r:.100}; {fix}", key=SHAPE_CHANGES)
         self.step.replay_shape_changes(found)
 
 
@@ -183,8 +166,7 @@ class NoiseAverages(Component):
 class AutoBatch(Component):
     """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it in `Loop.components`.
 
-    `schedule` has the decisions so far. With `follow` they are in the plan with which a run resumes, so only those of `advise`
-    are loaded from the record.
+    With `follow`, the decisions so far are in the plan with which a run resumes, so only those of `advise` are in the record.
     """
 
     schedule: AutoSchedule
@@ -204,15 +186,14 @@ class AutoBatch(Component):
         """Decide about the batch, every tenth step. The decision is in the step's line before it is used."""
         auto = self.schedule
         step = line["step"] + 1
-        sample = line["consumed_samples"]
         if not auto.is_due(step):
             return {}
         before, noise = auto.size, self.noise.scales[""].in_samples
-        auto.decide(step=step, sample=sample, noise_scale=noise.low)
+        auto.decide(step=step, sample=line["consumed_samples"], noise_scale=noise.low)
         if jax.process_count() > 1:
             # All compute the same averages; process 0 decides, in case rounding differs.
             auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
-        outlook = auto.outlook(step=step, sample=sample, noise=noise)
+        outlook = auto.outlook(step=step, sample=line["consumed_samples"], noise=noise)
         self.on_event(BatchSizeDecided(step=step - 1, changed=auto.size != before, outlook=outlook))
         return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": auto.size}
 
@@ -224,3 +205,70 @@ class AutoBatch(Component):
         """See `Component`."""
         follows = self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
         return plan.grown(self.schedule.ramp) if follows else plan
+
+
+class SameRun(Component):
+    """Rows, optimizer and loss of a loop of the user's own, which a resume compares with those of the checkpoint.
+
+    Other rows, by number, order and content of some of them, are an error. Another optimizer or loss, by its jaxpr, which also
+    changes with the libraries, is a warning. Not seen: rows that `step_batches` does not read, larger arrays in a closure, and
+    what a pipeline or a loss with a class of its own computes. `step` is None if a configuration says what it computes.
+    """
+
+    def __init__(self, step: LoopStep | None) -> None:
+        self._step = step
+        self._before: Mapping[str, Any] = {}
+        self._own: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """See `Component`."""
+        return self._own
+
+    def load(self, record: Mapping[str, Any]) -> None:
+        """See `Component`."""
+        for name in (ROWS, PROGRAMS):
+            if not isinstance(found := record.get(name, {}), dict):
+                raise ResumeMismatchError(f"the record of the checkpoint is damaged: its {name} are {found!r:.100}", key=name)
+        self._before = record
+
+    def check(self, batches: Any, state: Any, batch: Any) -> None:
+        """Compare what is about to run with the checkpoint's record, before the first step."""
+        rows: dict[str, Any] = getattr(batches, "identity", None) or {}
+        before: Mapping[str, Any] = self._before.get(ROWS, {})
+        self._own[ROWS] = rows
+        # The names of the facts contain the numbers of rows, so that another number of rows has other facts beside its own.
+        differing = [name for name in rows if before.get(name, rows[name]) != rows[name]]
+        if differing:
+            table = "\n".join(f"  {name}: {before[name]} in the checkpoint, {rows[name]} here" for name in differing)
+            problem = f"the checkpoint of step {self._before['step']} is of a run with other rows"
+            fix = "give the rows and the seed of that run, or train in another folder"
+            raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=ROWS)
+        traced = getattr(self._step, "jaxprs", None)
+        if traced is None:
+            return
+        programs: dict[str, Any] = {name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()}
+        programs |= {"versions": [module.__version__ for module in (jax, optax, flax, rampup)]}
+        before = self._before.get(PROGRAMS, {})
+        self._own[PROGRAMS] = programs
+        if before.get("versions") != programs["versions"] or not is_primary():
+            return
+        for name, digest in programs.items():
+            if before.get(name, digest) != digest:
+                problem = f"the {name} is not that of the checkpoint of step {self._before['step']}: it computes something else"
+                fix = "as with another rate or factor. If that is no mistake, ignore this; otherwise restore it"
+                warnings.warn(f"{problem}, {fix}", ResumeWarning, stacklevel=2)
+
+
+def _digest(jaxpr: Any) -> str:
+    """Return a digest of a closed jaxpr and its small constants."""
+    # Functions in it have addresses, and sets an order that differ from process to process.
+    text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr.jaxpr))
+    text = re.sub(r"\{[^{}\n]*\}", lambda found: ",".join(sorted(re.split(r"[{},]\s*", found[0]))), text)
+    digest = hashlib.sha256(text.encode())
+    for constant in jaxpr.consts:
+        if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            constant = jax.random.key_data(constant)
+        is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
+        if is_here and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT:
+            digest.update(np.asarray(constant).tobytes())
+    return digest.hexdigest()[:16]

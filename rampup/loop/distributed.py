@@ -20,17 +20,14 @@ from typing import Any
 
 import jax
 
-from rampup.engine.processes import FOLDER, announced, gather_from_all, is_primary, kv_store
+from rampup.engine.processes import FOLDER, announced, broadcast_from_process0, gather_from_all, is_primary, kv_store
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
-# Steps from a decision to its effect. A step ends on the devices of all processes together, and a host starts at most a few
-# more (`metrics.IN_FLIGHT`), so no process is this many steps ahead of another.
-NOTICE_STEPS = 8
+NOTICE_STEPS = 8  # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of the devices of all
 _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
 _agreement_numbers = itertools.count()
 _check_numbers = itertools.count()
-# Whether this process watches the others. A watchdog inside another one does nothing.
 _is_watching = threading.Lock()
 
 
@@ -45,18 +42,7 @@ def join(
 ) -> None:
     """Join the other processes of the run, if there are any. Call it before JAX looks for devices.
 
-    Without arguments the environment decides, as the guide to several hosts says.
-
-    Args:
-        coordinator_address: host:port of process 0.
-        num_processes: total number of processes.
-        process_id: number of this process, from 0.
-        distributed: `auto`: join if this process is one of several; `on`: refuse to run alone; `off`: do not join.
-        initialization_timeout: seconds to wait for the others.
-        heartbeat_timeout: seconds without a heartbeat after which JAX gives a process up.
-
-    Raises:
-        ConfigError: this process is one of several, but what it needs to join is not known, or process 0 does not come.
+    Without arguments the environment decides. `distributed=on` refuses to run alone, `off` does not join. Times are in seconds.
     """
     if jax.distributed.is_initialized() or distributed == "off":
         return
@@ -92,11 +78,7 @@ def join(
 
 
 def _keep_connections(port: int, seconds: int) -> None:
-    """Let the server of process 0 wait for the others as long as they may be silent.
-
-    gRPC closes a connection after 20 s without an answer. As soon as the network is back, that ends the process at the other
-    end, from C++.
-    """
+    """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection ends the other process, from C++."""
     for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with (
             contextlib.suppress(OSError, IndexError),
@@ -107,11 +89,7 @@ def _keep_connections(port: int, seconds: int) -> None:
 
 
 def check_reachable() -> None:
-    """Refuse a host whose name leads to itself, if there are several and JAX connects their CPUs by name.
-
-    Raises:
-        ConfigError: in every process, with the host.
-    """
+    """Refuse, in every process, a host whose name leads to itself, if there are several and JAX connects their CPUs by name."""
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     name, address, place = socket.gethostname(), "", ""
@@ -127,14 +105,11 @@ def check_reachable() -> None:
             raise ConfigError(f"{problem}; {fix}", key="coordinator_address")
 
 
-def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
-    """Check that all processes are about to run the same thing. All of them call this equally often.
+def check_consistent(facts: Mapping[str, Any]) -> None:
+    """Refuse, in every process, to run different things. All of them call this equally often.
 
     Facts are key -> value, of the configuration and the data, and for files a mapping from name to fingerprint. A process
     leaves out those that it does not know; process 0 knows all.
-
-    Raises:
-        ConfigError: in every process, with the keys that differ.
     """
     # Process 0 compares, and the others wait for its answer: all of them end in the same way.
     count = jax.process_count()
@@ -142,9 +117,9 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
         return
     folder = f"{FOLDER}/facts{next(_check_numbers)}"
     kv_store().key_value_set(f"{folder}/{jax.process_index()}", json.dumps(facts, default=str))
+    differing = {}
     if is_primary():
-        found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 1000 * timeout)) for n in range(count)]
-        differing = {}
+        found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 300_000)) for n in range(count)]
         for key, first in found[0].items():
             others = {number: known[key] for number, known in enumerate(found) if known.get(key, first) != first}
             if others:
@@ -152,20 +127,14 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
                 more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
                 change = describe_change(first, value, ("in process 0", f"in process {number}"), most=1)
                 differing[key] = f"{key}: {', '.join(change)}{more}"
-        kv_store().key_value_set(f"{folder}/verdict", json.dumps(differing))
-    problems = json.loads(kv_store().blocking_key_value_get(f"{folder}/verdict", 1000 * timeout))
+    problems = json.loads(broadcast_from_process0(folder, json.dumps(differing)))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))
 
 
 def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
-    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do.
-
-    Example:
-        >>> describe_change({"a": "x", "b": "y"}, {"a": "x", "c": "z"}, ("before", "now"), most=1)
-        ['b: y before, no such file now', 'and 1 more files']
-    """
+    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
     found = []
@@ -178,8 +147,7 @@ def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int)
 class StopConsensus:
     """Agrees on the step before which a run stops, without stopping any process meanwhile.
 
-    A process that wants to stop says so. Process 0 then sets a step a little ahead, which all of them find in the store before
-    they reach it. Every process creates its instances in the same order. A single process decides at once.
+    When a process says that it wants to stop, process 0 sets a step a little ahead, which all find before they reach it.
     """
 
     def __init__(self) -> None:
@@ -205,30 +173,20 @@ class StopConsensus:
         return self._from_step is not None and step >= self._from_step
 
 
-@contextlib.contextmanager
-def watchdog(timeout: float) -> Iterator[None]:
+def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
     """End this process with a clear message when another one has been silent for `timeout` seconds, or has failed.
 
-    JAX's own heartbeat ends the process as well, later and from C++, or at once if process 0 is gone.
+    JAX's own heartbeat does as well, later and from C++. A watchdog inside another one does nothing.
     """
-    if jax.process_count() == 1 or not _is_watching.acquire(blocking=False):
-        yield
-        return
-    try:
-        with _watched(timeout):
-            yield
-    finally:
-        _is_watching.release()
+    watches = jax.process_count() > 1 and _is_watching.acquire(blocking=False)
+    return _watched(timeout) if watches else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _watched(timeout: float) -> Iterator[None]:
-    """Watch the other processes; see `watchdog`."""
-    # `done` is set when there is nothing more to watch, and `device_error` when the main thread has failed with an error of the
-    # devices or of the connections between processes: then it ends by itself.
     own = jax.process_index()
-    done = threading.Event()
-    device_error = threading.Event()
+    done = threading.Event()  # there is nothing more to watch
+    device_error = threading.Event()  # of the devices or the connections between processes: the main thread ends by itself
 
     def report(state: str) -> None:
         kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
@@ -270,37 +228,37 @@ def _watched(timeout: float) -> Iterator[None]:
                 print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
                 if device_error.is_set():
                     return
-                # The main thread is inside a collective that waits for the process that is gone. No exception and no signal
-                # handler reaches it there, and jax.distributed.shutdown would wait for that process too: nothing else ends
-                # this process.
+                # The main thread is inside a collective that waits for the process that is gone: no exception and no signal
+                # handler reaches it there, and jax.distributed.shutdown would wait for that process too.
                 os._exit(1)
 
     beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
     thread = threading.Thread(target=watch, name="rampup-watchdog", daemon=True)
-    beats.start()
-    thread.start()
+    final = _DONE
     try:
+        beats.start()
+        thread.start()
         yield
     except BaseException as error:
+        final = f"{_FAILED}{type(error).__name__}: {error}"
         # Whether it, or an error that led to it, is of the devices or of the connections between processes.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo " not in str(cause):
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
-            # A broken connection fails here at once, long before the process at its other end counts as silent. Wait until the
-            # thread has named that process. Until then this one stays alive for the others, which look for the culprit as well.
+            # A broken connection fails at once, long before the process at its other end counts as silent. Until the thread has
+            # named that process, this one stays alive for the others, which look for the culprit as well.
             device_error.set()
             thread.join(timeout + 2)
-        done.set()
-        beats.join(2)  # A sign of life that is being written would come after the report.
-        with contextlib.suppress(Exception):
-            report(f"{_FAILED}{type(error).__name__}: {error}")
         raise
-    done.set()
-    thread.join()
-    beats.join(2)
-    with contextlib.suppress(Exception):
-        report(_DONE)
+    finally:
+        done.set()
+        for each in (thread, beats):
+            if each.is_alive():
+                each.join(2)  # A sign of life that is being written would come after the report.
+        with contextlib.suppress(Exception):
+            report(final)
+        _is_watching.release()
 
 
 def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:

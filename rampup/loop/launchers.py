@@ -12,11 +12,9 @@ import jax
 
 from rampup.errors import ConfigError
 
-# The port of an address without one, unless JAX_COORDINATOR_PORT is set.
-DEFAULT_PORT = "8476"
+DEFAULT_PORT = "8476"  # unless JAX_COORDINATOR_PORT is set
 # Variables with the number of processes (the first that is set is taken) and with the number of this one. The more specific
-# come first: mpirun may run within a Slurm job, and the author of a script may set NNODES too. A step of Slurm has its own
-# number of tasks; in the step of an interactive shell, SLURM_NTASKS is that of the job.
+# come first: mpirun may run within a Slurm job, and SLURM_NTASKS is that of the job in the step of an interactive shell.
 _VARIABLES = (
     (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
     (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID"),
@@ -26,6 +24,7 @@ _VARIABLES = (
     (("WORLD_SIZE",), "RANK"),
 )
 _ALONE = "distributed=off trains in this process alone"
+_ADDRESS = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +43,8 @@ def find_launch(
 ) -> Launch | None:
     """Return the place of this process among those that it was started with; None if it is alone.
 
-    The arguments (the address of process 0, with or without a port, count and number) take precedence, then JAX's variables.
-    The rest comes from JAX's detectors if there is no address, and otherwise from the variables of launchers. A detector may
-    wait `timeout` seconds for the name of process 0 to be resolved.
-
-    Raises:
-        ConfigError: this process is one of several, but what it needs to find the others is not known.
+    The arguments (address of process 0, with or without a port, count and number) take precedence, then JAX's variables. The
+    rest comes from JAX's detectors if there is no address, and otherwise from the variables of launchers.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = _number_in("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") if count is None else count
@@ -71,26 +66,21 @@ def find_launch(
             address = str(found.cluster.get_coordinator_address(**{name: options[name] for name in options if name in known}))
         except Exception as error:
             words = f"{found.by} does not find process 0: {' '.join(str(error).split())[:500]}"
-            fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
-            raise ConfigError(f"{words}; {fix}", key="coordinator_address") from error
+            raise ConfigError(f"{words}; {_ADDRESS}", key="coordinator_address") from error
         address = f"{address.rpartition(':')[0]}:{port}" if port else address
     elif address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
         address = hosts.split()[0]
     elif address is None and found is not None:
-        if not problem:
-            unknown = "JAX does not know this launcher, or not all that it sets is here"
-            problem = "Start it with srun" if found.by.startswith("SLURM") else unknown
-        raise ConfigError(
-            f"{found.by}: this process was started as number {found.number} of {found.count}, but it does not know where "
-            f"process 0 is. {problem}; or set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}",
-            key="coordinator_address",
-        )
+        unknown = "JAX does not know this launcher, or not all that it sets is here"
+        problem = problem or ("Start it with srun" if found.by.startswith("SLURM") else unknown)
+        words = f"{found.by}: this process was started as number {found.number} of {found.count}"
+        words += f", but it does not know where process 0 is. {problem}"
+        raise ConfigError(f"{words}; or {_ADDRESS}", key="coordinator_address")
     if found is not None:
         count, number = found.count if count is None else count, found.number if number is None else number
     if count is not None and number is not None and not 0 <= number < count:
-        raise ConfigError(
-            f"process_id={number} must be from 0 to num_processes - 1 = {count - 1}", key="process_id", nearest=(0, count - 1)
-        )
+        rule = f"process_id={number} must be from 0 to num_processes - 1 = {count - 1}"
+        raise ConfigError(rule, key="process_id", nearest=(0, count - 1))
     if count == 1:
         return None
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}
@@ -109,46 +99,41 @@ def find_launch(
             print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
         return None
     if address is None or count is None or number is None:
-        problem = f"{' and '.join(name for name in given if name not in missing)} is given without {' and '.join(missing)}"
-        fix = "several processes need all three"
-        raise ConfigError(f"{problem}; {fix}", key=missing[0])
+        named = " and ".join(name for name in given if name not in missing)
+        problem = f"{named} is given without {' and '.join(missing)}; several processes need all three"
+        raise ConfigError(problem, key=missing[0])
     if ":" not in address.rpartition("]")[2]:  # [::1] is an address without a port
         address = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT') or DEFAULT_PORT}"
     return Launch(count, number, address)
 
 
 def local_device_ids() -> list[int] | None:
-    """Return the GPUs of this host for this process, as JAX numbers them; None = all that it sees.
+    """Return the GPUs of this host for this process, as JAX numbers them; None = all. Refuse to leave some of them unused.
 
-    JAX gives a process of Slurm or Open MPI one GPU, also if it is the only one on its host. Processes that would leave some
-    GPUs of their host unused are refused.
+    JAX gives a process of Slurm or Open MPI one GPU, also if it is the only one on its host.
     """
     if os.environ.get("JAX_LOCAL_DEVICE_IDS") or jax.config.jax_platforms == "cpu":
         return None
-    if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
-        tasks = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE")
-        number = _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
-    elif "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
+    tasks = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE")
+    number = _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
+    if tasks is None and "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
         # Such as `4(x2),3`: four on each of two nodes, and three.
         parts = [part.rstrip(")").partition("(x") for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
         counts = [int(count) for count, _, nodes in parts for _ in range(int(nodes or 1))]
         node = _number_in("SLURM_NODEID") or 0
         number = _number_in("SLURM_LOCALID")
         tasks = counts[node] if node < len(counts) else None
-    else:
+    if tasks is None or number is None or tasks == 1:
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = _number_in("SLURM_GPUS_ON_NODE") if not visible else len(visible.split(","))
-    if tasks is None or number is None or tasks == 1 or (visible and gpus == 1):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    gpus = len(visible.split(",")) if visible else _number_in("SLURM_GPUS_ON_NODE")
+    if visible and gpus == 1:
         return None
     if gpus is not None and gpus > tasks:
         source = f"CUDA_VISIBLE_DEVICES={visible}" if visible else f"SLURM_GPUS_ON_NODE={gpus}"
-        raise ConfigError(
-            f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and each would use one; start one process "
-            f"per GPU (srun --ntasks-per-node={gpus}) or one per host (--ntasks-per-node=1), which then uses all of them, or "
-            "set JAX_LOCAL_DEVICE_IDS in each",
-            key="num_processes",
-        )
+        problem = f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and each would use one"
+        fix = f"start one process per GPU (srun --ntasks-per-node={gpus}) or one per host (--ntasks-per-node=1), which"
+        raise ConfigError(f"{problem}; {fix} then uses all of them, or set JAX_LOCAL_DEVICE_IDS in each", key="num_processes")
     return [number]
 
 
@@ -201,9 +186,9 @@ def _ask_jax() -> tuple[Launch | None, str]:
 
 def _number_in(*names: str) -> int | None:
     """Return the number in the first variable that is set, or None."""
-    name = next((name for name in names if os.environ.get(name)), None)
-    if name is None:
-        return None
-    if not os.environ[name].isdecimal():
-        raise ConfigError(f"{name}={os.environ[name]!r} must be a whole number", key=name)
-    return int(os.environ[name])
+    for name in names:
+        if value := os.environ.get(name):
+            if not value.isdecimal():
+                raise ConfigError(f"{name}={value!r} must be a whole number", key=name)
+            return int(value)
+    return None

@@ -29,20 +29,18 @@ from rampup.errors import ConfigError
 from rampup.loop.run_folder import absolute_path, is_bucket
 
 LOCK_FILE = "run.lock"
-HEARTBEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
-# A lease cannot be created exclusively: two processes may write it at once. Each waits this long and reads it again; the last
-# writer owns it.
+HEARTBEAT_SECONDS = 5.0
+STALE_SECONDS = 30.0
+# Two processes may write a lease at once. Each waits this long and reads it again; the last writer owns it.
 SETTLE_SECONDS = 2.0
 # Returns who has a run instead of its owner, after so many seconds at most, or None.
 FindOwner = Callable[[float], dict[str, Any] | None]
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _questions = itertools.count()
-# How long a step waits for the answer whether a lease is still its own. A bucket that is away must not stop training.
-_STEP_SECONDS = 5.0
-# How long a network file system may show an old view of a folder: the usual limit of NFS for attributes of folders.
-_VISIBLE_SECONDS = 60.0
+_STEP_SECONDS = 5.0  # a step waits no longer for a bucket that is away
+_VISIBLE_SECONDS = 60.0  # NFS may show an old view of a folder for so long
 _OWNER_SECONDS = 24 * 3600
-# The folders that this process owns -> the thread that does, and what returns who has it instead, after some seconds at most.
+# The folders that this process owns -> the thread that does, and what finds a later owner.
 _held: dict[Path, tuple[int, FindOwner]] = {}
 
 
@@ -52,13 +50,9 @@ class _TakenError(Exception):
 
 @contextlib.contextmanager
 def own_run(folder: Path, *, only_existing: bool = False, shared: bool = False) -> Iterator[None]:
-    """Own a run's folder within a context. Contexts of one thread may be nested. With several processes, process 0 owns it.
+    """Own a run's folder within a context, in process 0 for all, or refuse it. Contexts of one thread may be nested.
 
-    The folder is created if necessary; with `only_existing`, nothing is done if there is none. With `shared`, all processes
-    must see it, for their checkpoints. A network file system may show it to them some time later.
-
-    Raises:
-        ConfigError: another process has the run, or one of several sees another folder.
+    With `only_existing`, a folder that is not there is not made. With `shared`, all processes must see it.
     """
     with contextlib.ExitStack() as held:
         problem = _own(folder, only_existing, held) if is_primary() else ""
@@ -75,15 +69,11 @@ def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
     """Refuse to go on in a folder that this process owned, and another one does now.
 
     If the storage does not answer within `seconds`, nothing is refused: it would take no checkpoint either.
-
-    Raises:
-        ConfigError: another process has the run.
     """
-    _, find_owner = _held.get(absolute_path(folder), (None, None))
+    _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
     owner = None
-    if find_owner is not None:
-        with contextlib.suppress(OSError):
-            owner = find_owner(seconds)
+    with contextlib.suppress(OSError):
+        owner = find_owner(seconds)
     if owner is not None:
         reason = f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was deleted"
         raise ConfigError(f"another process took over {folder}: {_words(owner)}; {reason}, and ends", key="run_name")
@@ -92,16 +82,15 @@ def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
 def _invisible(folder: Path) -> str:
     """Return that this process does not see the folder that process 0 owns, or "". All processes call this equally often."""
 
-    def owner() -> dict[str, Any] | None:
+    def owner() -> dict[str, Any]:
         with contextlib.suppress(OSError):
-            found = _read(folder / LOCK_FILE)
-            return None if found is None else {name: value for name, value in found.items() if name != "beat"}
-        return None
+            return {name: value for name, value in (_read(folder / LOCK_FILE) or {}).items() if name != "beat"}
+        return {}
 
     is_owned = is_primary() and absolute_path(folder) in _held
-    expected = json.loads(broadcast_from_process0(f"shared{next(_questions)}", json.dumps(owner() if is_owned else None)))
+    expected = json.loads(broadcast_from_process0(f"shared{next(_questions)}", json.dumps(owner() if is_owned else {})))
     end = time.monotonic() + _VISIBLE_SECONDS
-    while expected is not None and owner() != expected:
+    while expected and owner() != expected:
         if time.monotonic() > end:
             place = f"process {jax.process_index()} on {socket.gethostname()} does not see the folder {folder} of process 0"
             return f"{place} on {expected.get('host')}: it must be on a file system that all hosts share, or in a bucket"
@@ -121,10 +110,8 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         find_owner = _lease(path, held) if is_bucket(path) else _lock(path, held)
     except _TakenError as error:
-        return (
-            f"another process trains in {folder}: {_words(error.args[0])}; stop it, or give this run another run_name. If it "
-            f"does not exist any more, delete {folder / LOCK_FILE}"
-        )
+        problem = f"another process trains in {folder}: {_words(error.args[0])}; stop it, or give this run another run_name"
+        return f"{problem}. If it does not exist any more, delete {folder / LOCK_FILE}"
     except OSError as error:
         return f"cannot write in {folder}: {error.strerror or error}"
     except RuntimeError as error:
@@ -159,10 +146,9 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
                         path.unlink()
 
             def find_owner(seconds: float, file: int = file) -> dict[str, Any] | None:
-                # Only after somebody has deleted the file can another process have locked one of this name.
                 return None if os.fstat(file).st_nlink else _read(path)
 
-            # The owner before may have deleted the file after it was opened here. Then the lock is of no use.
+            # The owner before may have deleted the file after it was opened here.
             if os.fstat(file).st_nlink:
                 # Deleted before it is closed, so that nobody locks a file that is about to be deleted.
                 opened.callback(delete)
@@ -173,11 +159,10 @@ def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
 
 
 def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
-    """Hold a lease until `held` is closed, and return what finds a later owner.
-
-    A lease that is there must stay as it is for `STALE_SECONDS`.
-    """
-    owner, end = _read(path), time.monotonic() + STALE_SECONDS
+    """Hold a lease until `held` is closed, and return what finds a later owner."""
+    owner = _read(path)
+    end = time.monotonic() + STALE_SECONDS
+    # A lease that is there is free when it has stayed as it is.
     while owner is not None and time.monotonic() < end:
         time.sleep(HEARTBEAT_SECONDS / 5)
         now = _read(path)
@@ -185,7 +170,6 @@ def _lease(path: Path, held: contextlib.ExitStack) -> FindOwner:
             raise _TakenError(owner)
         owner = now
     lease = _Lease(path)
-    # The last writer wins, and all look who that was after a pause.
     lease.write()
     time.sleep(SETTLE_SECONDS)
     found = _read(path) or {}
@@ -259,11 +243,7 @@ class _Lease:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return a lock's content; {} if it cannot be understood, None if there is no file.
-
-    Raises:
-        OSError: the storage does not answer, which says nothing about the owner.
-    """
+    """Return a lock's content; {} if it cannot be understood, None if there is no file."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,12 +1,10 @@
 """The training loop: steps, metrics, evaluation, checkpoints and a clean stop.
 
-`Loop.run` owns the folder, `restore` reads a checkpoint, `train` opens what the run writes, and `_train` runs the steps. A step
-returns before the devices are done: its metrics are fetched two steps later, or by a flush, which waits.
+A step returns before the devices are done: its metrics are fetched two steps later, or by a flush, which waits.
 
 A component may replace the plan, as `batch_size_schedule: auto` does, and then this holds:
 
-- A plan changes between two steps and only extends its ramp: the steps that are done have the same batches in both, so the
-  learning rate, the metrics and the samples before a step stay as they are.
+- A plan changes between two steps and only extends its ramp: the steps that are done have the same batches in both.
 - It is decided from the flushed lines of all steps before it, alike in all processes, and written into the step's line.
 - A run that writes checkpoints has one with the new ramp before the first step of the new size, from which it can resume.
 - State and compiled step stay. The plan has reserved the sizes that may come, so that no size needs another executable.
@@ -29,85 +27,61 @@ from typing import Any
 import jax
 
 from rampup.batch_size.noise_scale import default_half_life
+from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.loop import events
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
-from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
-from rampup.loop.distributed import StopConsensus, describe_change
+from rampup.loop.components import Component, LoopPlan, LoopStep, NoiseAverages, SameRun, ShapeChanges
+from rampup.loop.distributed import StopConsensus, check_reachable, describe_change, watchdog
 from rampup.loop.lock import own_run, require_owner
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
+    CONFIG_FILE,
     EVAL_FILE,
     METRICS_FILE,
     as_path,
     first_and_last_line,
     read_lines_backwards,
+    run_folder,
+    write_whole,
 )
-from rampup.loop.same_run import SameRun
 
-# Files that an error message lists if the data have changed.
-NAMED_FILES = 10
-
-# Parts of a checkpoint's record besides those of the components: the rows of the ramp, and the length of the learning-rate
-# schedule.
-RAMP_ROWS, SCHEDULE_STEPS = "ramp_rows", "schedule_steps"
-
-# More than a `struct sigaction` has on any system.
-_SIGACTION_BYTES = 512
+NAMED_FILES = 10  # in an error message, if the data have changed
+# Parts of a checkpoint's record besides those of the components.
+RAMP_ROWS = "ramp_rows"
+SCHEDULE_STEPS = "schedule_steps"
+_SIGACTION_BYTES = 512  # more than a `struct sigaction` has on any system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The result of a run, in the names of `rampup train --json`.
+    """The result of a run, in the names of `rampup train --json`."""
 
-    Attributes:
-        steps: optimizer steps done since the beginning.
-        consumed_samples: samples consumed by them.
-        first_loss: loss of step 0; None before it.
-        final_loss: loss of the last step.
-        num_compilations: executables built for the training step in this launch.
-        ramp_steps: of these steps, those before the last phase.
-        tokens_per_second: of all processes together, in this launch without its first step; None if it did no other.
-        checkpoint: folder of the newest checkpoint, or None.
-        metrics: the metrics file.
-        interrupted: whether a signal ended the run early.
-        resumed_from: steps that earlier launches of the run had done.
-        seconds: duration of this launch, compilation included.
-        first_eval_loss, final_eval_loss: losses of the first and the last evaluation of the run; None without evaluation.
-        batch_size_schedule: with `batch_size_schedule: auto`, the schedule that was used, or is advised; None without.
-    """
-
-    steps: int
-    consumed_samples: int
-    first_loss: float | None
-    final_loss: float | None
-    num_compilations: int
-    ramp_steps: int
-    tokens_per_second: float | None
-    checkpoint: str | None
-    metrics: str
-    interrupted: bool
-    resumed_from: int
-    seconds: float = 0.0
-    first_eval_loss: float | None = None
-    final_eval_loss: float | None = None
-    batch_size_schedule: str | None = None
+    steps: int  #: optimizer steps done since the beginning
+    consumed_samples: int  #: samples consumed by them
+    first_loss: float | None  #: loss of step 0; None before it
+    final_loss: float | None  #: loss of the last step
+    num_compilations: int  #: executables built for the training step in this launch
+    ramp_steps: int  #: of these steps, those before the last phase
+    tokens_per_second: float | None  #: of all processes, in this launch without its first step; None if it did no other
+    checkpoint: str | None  #: folder of the newest checkpoint
+    metrics: str  #: the metrics file
+    interrupted: bool  #: whether a signal ended the run early
+    resumed_from: int  #: steps that earlier launches of the run had done
+    seconds: float = 0.0  #: duration of this launch, compilation included
+    first_eval_loss: float | None = None  #: of the first evaluation of the run; None without evaluation
+    final_eval_loss: float | None = None  #: of the last one
+    batch_size_schedule: str | None = None  #: with `batch_size_schedule: auto`, the schedule that was used, or is advised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
-    """When a run evaluates, and how.
+    """When a run evaluates, and how."""
 
-    Attributes:
-        evaluate: called with a state; returns its metrics, `eval_loss` among them.
-        eval_interval: steps between evaluations; the last step is always evaluated.
-        at_start: also evaluate the state of step 0, as step -1.
-    """
-
-    evaluate: Callable[[Any], Mapping[str, float]]
-    eval_interval: int
-    at_start: bool = False
+    evaluate: Callable[[Any], Mapping[str, float]]  #: called with a state; returns its metrics, `eval_loss` among them
+    eval_interval: int  #: steps between evaluations; the last step is always evaluated
+    at_start: bool = False  #: also evaluate the state of step 0, as step -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +89,7 @@ class Loop:
     """A run in its folder.
 
     Attributes:
-        plan: the plan.
-        step: the training step.
         batches: called with a step number; returns the batches from that step on, such as `BatchLoader.batches`.
-        folder: the run's folder.
-        metrics: the contents of metrics.jsonl, and its writers.
-        checkpoints: when checkpoints are written, and what they contain.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.loop.events.Event`.
         components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. The
@@ -155,15 +124,10 @@ class Loop:
     def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end or to SIGTERM: `restore`, then `train`.
 
-        Args:
-            state: the training state of step 0; its buffers are donated.
-
-        Returns:
-            The trained state, and the result of the run.
+        `state` is that of step 0, and its buffers are donated. Returned are the trained state and the result of the run.
 
         Raises:
-            ConfigError: another process trains in the folder.
-            RampupError: see `restore` and `train`.
+            RampupError: another process trains in the folder; see `restore` and `train`.
         """
         with self._owned():
             return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
@@ -171,13 +135,10 @@ class Loop:
     def _owned(self) -> contextlib.AbstractContextManager[None]:
         return own_run(self.folder, shared=bool(self.checkpoints.checkpoint_period))
 
-    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: LoopRamp | None = None) -> tuple[Any, int]:
-        """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
+    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None) -> tuple[Any, int]:
+        """Return the state of a checkpoint of this run and the step that follows it; without one, `state` of step 0, and 0.
 
-        Args:
-            state: the training state of step 0.
-            saved: the checkpoint, from `find_checkpoint`.
-            ramp_before: the ramp that it was written with, if `plan` continues it with another one.
+        `ramp_before` is the ramp that the checkpoint was written with, if `plan` continues it with another one.
 
         Raises:
             ResumeMismatchError: the checkpoint does not belong to this run.
@@ -190,26 +151,21 @@ class Loop:
         if "fingerprint" in changed:
             rows, _ = changed.pop(RAMP_ROWS, (None, None))
             if rows is not None and (table := ramp.differences(rows)):
-                raise ResumeMismatchError(
-                    f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
-                    f"{table}\n"
-                    "restore the ramp, or train in another folder",
-                    key="fingerprint",
-                )
+                problem = f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}"
+                fix = "restore the ramp, or train in another folder"
+                raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key="fingerprint")
         if changed:
             places = ("in the checkpoint", "here")
             changes = {key: describe_change(old, new, places, most=NAMED_FILES) for key, (old, new) in changed.items()}
             table = "\n".join(f"  {key}: {line}" for key, lines in changes.items() for line in lines)
-            raise ResumeMismatchError(
-                f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
-                "set these keys back, or give the run another run_name",
-                key=next(iter(changed)),
-            )
+            problem = f"the checkpoint of step {saved.step} in {self.folder} is of another run"
+            fix = "set these keys back, or give the run another run_name"
+            raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=next(iter(changed)))
         for component in self.components:
             component.load(found)
         with Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints:
             restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
-        # Report a learning rate that is not the one with which the steps before the checkpoint were trained.
+        # Report a learning rate with which the steps before the checkpoint were not trained.
         rate, step = self.metrics.learning_rate, saved.step - 1
         if rate is not None and saved.step < self.plan.total_steps:
             lines = read_lines_backwards(self.folder / METRICS_FILE)
@@ -217,15 +173,9 @@ class Loop:
             before = last.get("learning_rate") if last.get("step") == step else None
             if before is not None and not math.isclose(before, after := rate(step), rel_tol=1e-6):
                 length = found.get(SCHEDULE_STEPS)
-                length = None if length == self._schedule_steps else length
-                self.on_event(
-                    events.LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan)
-                )
+                rates = {"before": before, "after": after, "schedule_steps": None if length == self._schedule_steps else length}
+                self.on_event(events.LearningRateChanged(step=step, plan=self.plan, **rates))
         return restored, saved.step
-
-    @property
-    def _same_run(self) -> SameRun:
-        return next(component for component in self.components if isinstance(component, SameRun))
 
     @property
     def _schedule_steps(self) -> int | None:
@@ -234,14 +184,7 @@ class Loop:
         return None if follows else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
-        """Train from step `start` to the plan's end or to SIGTERM.
-
-        Args:
-            state: the training state before step `start`; its buffers are donated.
-            start: the first step.
-
-        Returns:
-            The trained state, and the result of the run.
+        """Train from step `start`, with the state before it, to the plan's end or to SIGTERM; see `run`.
 
         Raises:
             StorageError: a checkpoint or the metrics cannot be written.
@@ -258,8 +201,8 @@ class Loop:
                 Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
             ) as metrics,
         ):
-            length = self.metrics.tokens_per_sample
-            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
+            tokens = self.metrics.tokens_per_sample
+            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=tokens))
             done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
             interrupted = done < plan.total_steps
             self._flush(metrics)
@@ -316,7 +259,8 @@ class Loop:
                 found = batches(done)
                 for number, batch in enumerate(found):
                     if number == 0 and period and plan is self.plan:
-                        self._same_run.check(found, state, batch)
+                        same_run = next(component for component in self.components if isinstance(component, SameRun))
+                        same_run.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
                         self.on_event(events.RunStopping(step=done))
@@ -386,7 +330,7 @@ class Loop:
             raise error
         self.on_event(events.StorageFailed(problem=str(error)))
 
-    def _identity(self, ramp: LoopRamp, step: int) -> dict[str, Any]:
+    def _identity(self, ramp: Any, step: int) -> dict[str, Any]:
         """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
         position = {"consumed_samples": ramp.samples_before(step), "fingerprint": ramp.fingerprint}
         return {**position, **self.checkpoints.identity, RAMP_ROWS: ramp.to_rows()}
@@ -425,3 +369,36 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
     finally:
         # Also after the first signal: the caller may have handlers of its own.
         restore()
+
+
+def run_in_folder(
+    config: Any, make: Callable[[SavedCheckpoint | None], Any], train: Callable[[Any, Path], Any], *, heartbeat_timeout: float
+) -> Any:
+    """Make a run, new or from a checkpoint, and train it in its folder; one without a name gets a new folder.
+
+    `make` refuses what it can refuse: no folder is made before it returns. For `heartbeat_timeout` see `watchdog`.
+    """
+    from rampup.engine.compile import enable_compilation_cache  # what follows is not for a loop of one's own
+
+    check_joined()
+    check_reachable()
+    enable_compilation_cache(config.jax_cache_dir)
+    folder = as_path(config.base_output_directory) / config.run_name if config.run_name else None
+    # Owned before its checkpoint is read: a process that is still training would write newer ones.
+    is_shared = config.enable_checkpointing
+    owned = contextlib.nullcontext() if folder is None else own_run(folder, only_existing=True, shared=is_shared)
+    with watchdog(heartbeat_timeout), owned:
+        run = make(None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER))
+        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
+        folder = as_path(broadcast_from_process0("folder", name))
+        with own_run(folder):
+            return train(run, folder)
+
+
+def keep_config(config: Any, folder: Path) -> None:
+    """Write config.yml. A run that is refused or finished must not: the file is that of the run in this folder."""
+    from rampup.config.files import run_yaml
+
+    if is_primary():
+        text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
+        write_whole(folder / CONFIG_FILE, text.encode())

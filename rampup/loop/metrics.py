@@ -1,32 +1,49 @@
-"""Collects per-step metrics: fetches them asynchronously, writes metrics.jsonl, and forwards them to writers and listeners."""
+"""Per-step metrics: fetched asynchronously, written to metrics.jsonl, and passed to listeners and to writers like clu's."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import itertools
+import os
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from rampup.engine.processes import is_primary
-from rampup.errors import NonFiniteError
+from rampup.errors import MissingDependencyError, NonFiniteError, StorageError
 from rampup.loop.components import Component
 from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped, StorageFailed
 from rampup.loop.lock import require_owner
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_gaps, read_lines_backwards
-from rampup.loop.writers import MetricWriter, write_numbers
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_gaps, is_bucket, read_lines_backwards
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
 
-# Steps whose metrics stay on the devices, so that the host does not wait for a step before it starts the next one.
-IN_FLIGHT = 2
-# Rows of a skipped step that an error message names.
-NAMED_ROWS = 3
+IN_FLIGHT = 2  # steps whose metrics stay on the devices, so that the host does not wait for them
+NAMED_ROWS = 3  # of a skipped step, in an error message
+TENSORBOARD_FOLDER = "tensorboard"
+_NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("wandb_project", "wandb")}
+
+
+class MetricWriter(Protocol):
+    """The interface of a metric writer, which `clu.metric_writers` implement."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take the numbers of a step. May be called several times for one step."""
+
+    def flush(self) -> None:
+        """Write everything that was taken."""
+
+    def close(self) -> None:
+        """Write everything and close; no call follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +68,7 @@ class MetricOptions:
 
 
 class Metrics:
-    """Fetches each step's metrics two steps later, so that the devices never wait for the host.
-
-    Lines of step `start`, the first of this launch, and of later ones are replaced. Each component gets the steps in order and
-    adds to their lines. `PhaseStarted`, `StepDone`, `StepSkipped` and, if lines are damaged or missing,
-    `StorageFailed` are reported.
-    """
+    """Fetches each step's metrics two steps later, and replaces the lines from the first step of this launch on."""
 
     def __init__(
         self, folder: Path, start: int, *, options: MetricOptions, components: Sequence[Component], on_event: OnEvent
@@ -64,7 +76,7 @@ class Metrics:
         self._options = options
         self._components = components
         self._on_event = on_event
-        # The lines of the steps that were skipped in a row, beginning with those just before this launch.
+        # The lines of the steps that were skipped in a row, from those just before this launch on.
         before = itertools.dropwhile(lambda line: line["step"] >= start, read_lines_backwards(folder / METRICS_FILE))
         self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
@@ -104,12 +116,7 @@ class Metrics:
         write_numbers(self._writers, values)
 
     def flush(self) -> None:
-        """Wait until all metrics are on disk.
-
-        Raises:
-            StorageError: the disk is full; the lines stay in memory.
-            NonFiniteError: too many steps in a row were skipped.
-        """
+        """Wait until all metrics are on disk; the lines that it refuses stay in memory."""
         while self._waiting:
             self._write_oldest(flushing=True)
         self._log.sync()
@@ -128,7 +135,6 @@ class Metrics:
         position, values, compile_seconds, between = self._waiting.popleft()
         known = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
         fetched = {name: values[name] for name in known if name in values}
-        # The scalars among the auxiliary sums, by their names or paths.
         leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(values.get("aux")) if getattr(leaf, "ndim", 0) == 0]
         if leaves:
             fetched["aux"] = {jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf for path, leaf in leaves}
@@ -138,8 +144,7 @@ class Metrics:
         values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        # If the host is slower than the devices, steps are done already when a flush fetches them: they took as long as the
-        # host did from one to the next, and not the time of fetching them.
+        # If the host is slower than the devices, steps are done when a flush fetches them, and took as long as the host did.
         step_seconds = max(seconds, between) if flushing else seconds
         options, facts = self._options, values.get("facts", {})
         size = facts.get("global_batch_size", position.split.global_batch_size)
@@ -149,14 +154,13 @@ class Metrics:
             "phase": position.phase.index,
             "global_batch_size": size,
             "loss": finite_or_none(values["loss"]),
-            **({"learning_rate": options.learning_rate(position.step)} if options.learning_rate else {}),
+            **({} if options.learning_rate is None else {"learning_rate": options.learning_rate(position.step)}),
             "step_seconds": round(step_seconds, 6),
             "tokens_per_second": round(size * options.tokens_per_sample / step_seconds, 3),
             "microbatch_size": position.split.microbatch_size,
         }
         record |= {f"loss/{part}": finite_or_none(mean) for part, mean in enumerate(values.get("loss_parts", ()))}
-        if "grad_norm" in values:
-            record["grad_norm"] = finite_or_none(values["grad_norm"])
+        record |= {"grad_norm": finite_or_none(values["grad_norm"])} if "grad_norm" in values else {}
         if options.flops_per_sample is not None:
             # Imported here: a run that does not know its operations needs no table of TPUs.
             from rampup.plan.topology import peak_flops
@@ -167,24 +171,20 @@ class Metrics:
             # Model FLOP/s utilisation (Chowdhery et al., "PaLM", 2022, appendix B): recomputed activations are no work, and the
             # peak is that of bfloat16 whatever type the model computes in.
             record |= {} if peak is None else {"mfu": round(flops / peak, 6)}
-        # Left out of most lines: readers of throughput skip the steps that have it.
-        if compile_seconds:
-            record["compile_seconds"] = round(compile_seconds, 6)
-        if values.get("skipped", False):
-            record["skipped"] = True
+        # Readers of throughput skip the steps that have it.
+        record |= {"compile_seconds": round(compile_seconds, 6)} if compile_seconds else {}
+        record |= {"skipped": True} if values.get("skipped", False) else {}
         for component in self._components:
             record |= component.after_step(record, values)
         # Means, as the loss is one: the sums over the step's rows, by the step's weight, of several parts the first.
-        weight = values.get("weight", 0)
-        weight = float(weight[0] if isinstance(weight, tuple) else weight)
+        weight = float(np.ravel(values.get("weight", 0))[0])
         means = {name: finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
-        # Facts are numbers that the host knew when the step began.
         record |= {f"aux/{name}" if name in record else name: mean for name, mean in means.items()} | facts
         self._log.write(record)
         write_numbers(self._writers, record)
         # The first step includes the start of the run and is no measure of its speed.
         if position.step > self._first:
-            self._tokens += size * self._options.tokens_per_sample
+            self._tokens += size * options.tokens_per_sample
             self._seconds += seconds
         if position.phase.index != self._phase:
             self._phase = position.phase.index
@@ -196,17 +196,123 @@ class Metrics:
         # More, if the steps before this launch were trained with a higher limit.
         if 0 < options.skip_nonfinite <= len(self._skipped):
             steps = [line["step"] for line in self._skipped]
-            found = []
+            table = ""
             for line in self._skipped[-NAMED_ROWS:]:
-                rows = self._options.describe_rows(line["step"])
+                rows = options.describe_rows(line["step"])
                 end = line["consumed_samples"]
                 more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
-                samples = f"  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
-                found.append(samples + (f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""))
-            raise NonFiniteError(
-                f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite, {len(steps)} in a row: "
-                f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters, and the "
-                "checkpoints stay. The " + "\n".join(["rows they used:", *found]),
-                steps=steps,
-                key="skip_nonfinite",
-            )
+                table += f"\n  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
+                table += f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""
+            problem = f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite"
+            rule = f"skip_nonfinite={options.skip_nonfinite} stops there; none of them changed the parameters"
+            words = f"{problem}, {len(steps)} in a row: {rule}, and the checkpoints stay. The rows they used:{table}"
+            raise NonFiniteError(words, steps=steps, key="skip_nonfinite")
+
+
+class TensorBoardWriter:
+    """Writes event files for TensorBoard in the calling thread; in a bucket, `flush` and `close` upload them.
+
+    A full disk is an error of `flush`. It ends the thread of `tensorboardX.SummaryWriter` without one, and blocks `add_scalar`.
+    A resumed run adds a file. TensorBoard then hides what earlier processes wrote for its first step, `start`, and later ones.
+    """
+
+    def __init__(self, folder: Path, *, start: int = 0) -> None:
+        required("tensorboardX")
+        self._folder = folder
+        self._start = start
+        self._number = itertools.count()
+        self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-")) if is_bucket(folder) else folder
+        self._file: Any = None
+        self._problem: OSError | None = None
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take the numbers of a step. Numbers that a full disk refuses are lost, and `flush` raises an error."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._attempt(lambda: self._write(step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        """Write everything that was taken, or raise a StorageError if numbers were lost since the last call."""
+        if self._file is not None:
+            self._attempt(self._upload)
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise StorageError(f"{self._folder} cannot be written: {problem.strerror or problem}") from problem
+
+    def close(self) -> None:
+        """Write everything and close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._upload()
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _write(self, step: int, **content: Any) -> None:
+        """Write an event into the file, a new one after a write that may have left the last one incomplete."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        if self._file is None:
+            self._local.mkdir(parents=True, exist_ok=True)
+            number = next(self._number)
+            self._file = EventsWriter(str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}")
+            # This event makes TensorBoard hide the earlier values of this step and later ones.
+            if number == 0 and self._start:
+                self._write(self._start, session_log=SessionLog(status=SessionLog.START))
+        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
+
+    def _upload(self) -> None:
+        self._file.flush()
+        if self._local != self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file in self._local.iterdir():
+                (self._folder / file.name).write_bytes(file.read_bytes())
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self._problem = error
+            self.close()
+
+
+class WandbWriter:
+    """Logs to Weights & Biases, under the run's own step numbers. A resumed run continues the W&B run of the folder's name."""
+
+    def __init__(self, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        local = tempfile.mkdtemp(prefix="rampup-wandb-") if is_bucket(folder) else str(folder)
+        # W&B continues a run by its id.
+        options = {"name": folder.name, "id": folder.name, "resume": "allow", "dir": local}
+        self._run = required("wandb").init(project=project, config=dict(config), **options)
+        # W&B's own step counter refuses to go back, as a run does that was killed after its last checkpoint.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+        self._run.log({**scalars, "step": step})
+
+    def flush(self) -> None:
+        """Do nothing: wandb sends in the background."""
+
+    def close(self) -> None:
+        """Send everything and finish the run."""
+        self._run.finish()
+
+
+def required(package: str) -> Any:
+    """Import `tensorboardX` or `wandb`, or raise MissingDependencyError."""
+    key, extra = _NEEDED_BY[package]
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingDependencyError(f"{key} needs {package}: pip install 'rampup[{extra}]'", key=key) from error
+
+
+def write_numbers(writers: Sequence[MetricWriter], record: Mapping[str, Any]) -> None:
+    """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the same names."""
+    scalars = {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
+    for writer in writers:
+        writer.write_scalars(record["step"], scalars)

@@ -1,8 +1,7 @@
 """The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once.
 
-The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects. It has no
-appending, no hard links and no atomic rename of folders, so the files of a run are written differently there: see `StepLog`,
-`own_run` and `Checkpoints`. It can be away for minutes, which `rampup.loop.bucket` reports as errors of the storage.
+The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects, without
+appending, hard links and an atomic rename of folders. It can be away for minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import json
 import os
 import re
 import reprlib
+import statistics
 import threading
 import time
 from collections import defaultdict
@@ -26,20 +26,15 @@ from typing import Any
 from rampup.errors import ConfigError, DataError, StorageError
 from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
-# The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
-CONFIG_FILE = "config.yml"
+CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
-# What `rampup design --write` has predicted for the run.
-PREDICTION_FILE = "prediction.json"
+PREDICTION_FILE = "prediction.json"  # what `rampup design --write` has predicted for the run
 # `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
-# An object in a bucket is written again as a whole, which should not happen in every step.
-UPLOAD_SECONDS = 60.0
-# How long `StepLog.sync` tries again if a bucket is away, with a pause between two tries.
-PATIENCE_SECONDS = 300.0
+UPLOAD_SECONDS = 60.0  # an object in a bucket is written again as a whole
+PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
-# Bytes of a file that are read at once from its end. In a bucket, a part of a file that has as many is full.
-TAIL_BYTES = 2**20
+TAIL_BYTES = 2**20  # read at once from the end of a file; in a bucket, a part of a file that has as many is full
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged_checkpoints"
 
@@ -49,20 +44,11 @@ class StepLog:
 
     Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`. A bucket cannot append, so
     there the file has parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the last
-    one is written again: at most every `UPLOAD_SECONDS` in the background, by `sync` and by `close`. If the bucket is away,
-    training goes on, the lines wait, and `sync` tries for `PATIENCE_SECONDS`.
+    one is written again: at most every `UPLOAD_SECONDS` in the background, by `sync` and by `close`.
 
-    Args:
-        path: the file.
-        keep_below: lines of this step and later, and a last line that a crash left incomplete, are removed first. Only the end
-            of the file is read for it. Damaged lines there are moved to `damaged_metrics.jsonl`, or the like, with those of
-            the rest of the file.
-        writes: False in a process that leaves the file to another one.
-        on_event: called with `StorageFailed` if lines are damaged.
-        before_upload: called before an object in a bucket is replaced; raises ConfigError if another process has the run.
-
-    Raises:
-        StorageError: the file cannot be read or created.
+    Lines of step `keep_below` and later, and a last line that a crash left incomplete, are removed first. If a line is damaged
+    at the end of the file, all damaged ones are moved aside and reported. A process with `writes=False` leaves the file to
+    another one. `before_upload` raises ConfigError if another process has the run.
     """
 
     def __init__(
@@ -88,10 +74,11 @@ class StepLog:
         self._appending = threading.Lock()
         if not writes:
             return
+        done = "read"
         try:
             self._part, start, kept, is_damaged = _end_of_kept(path, keep_below)
             if is_damaged:
-                # Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost.
+                # If one of the files cannot be written, no line is lost.
                 problem = describe_damage(path)
                 aside = path.with_name(f"damaged_{path.name}")
                 lines = list(_parsed_lines(path))
@@ -102,9 +89,7 @@ class StepLog:
                 problem = f"{problem}; moved to {aside}, so that the steps of these lines are missing"
                 on_event(StorageFailed(problem=problem))
                 self._part, start, kept, _ = _end_of_kept(path, keep_below)
-        except OSError as error:
-            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-        try:
+            done = "written"
             if is_bucket(path):
                 for part in reversed(_parts(path)):
                     if _part_number(part) > _part_number(self._part):
@@ -119,7 +104,7 @@ class StepLog:
                 self._unwritten = b"\n" * missing
                 self._store()
         except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+            raise StorageError(f"{path} cannot be {done}: {error.strerror or error}") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -134,24 +119,21 @@ class StepLog:
                 threading.Thread(target=self._upload_quietly, name="rampup-upload", daemon=True).start()
 
     def sync(self) -> None:
-        """Wait until every line is on disk.
-
-        Raises:
-            StorageError: the disk is full, or the bucket away, and the lines stay in memory; or the file is gone.
-        """
-        if not self._writes:
-            return
-        try:
-            if self._file is None:
-                self._upload_patiently()
+        """Wait until every line is on disk, or raise a StorageError: the lines stay in memory, unless the file is gone."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while self._writes:
+            try:
+                self._store()
+                if self._file is not None:
+                    # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
+                    os.fsync(self._file)
+                    if not os.fstat(self._file).st_nlink:
+                        raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
                 return
-            self._store()
-            # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
-            os.fsync(self._file)
-            if not os.fstat(self._file).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+            except OSError as error:
+                if self._file is not None or time.monotonic() > end:
+                    raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+                time.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
         """Close the file; no call follows."""
@@ -166,35 +148,22 @@ class StepLog:
         """Write what is unwritten. A full disk may take a part of the bytes; the rest stays in front."""
         while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        if self._file is None:
-            with self._uploading:
-                self._upload()
-
-    def _upload(self) -> None:
-        self._uploaded = time.monotonic()
-        new = self._unwritten  # lines that are written meanwhile go behind it
-        if not new:
+        if self._file is not None:
             return
-        self._before_upload()
-        if len(self._content) >= TAIL_BYTES:
-            number = _part_number(self._part) + 1
-            self._part = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}")
-            self._content = b""
-        self._part.write_bytes(self._content + new)
-        self._content += new
-        with self._appending:
-            self._unwritten = self._unwritten[len(new) :]
-
-    def _upload_patiently(self) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                self._store()
+        with self._uploading:
+            self._uploaded = time.monotonic()
+            new = self._unwritten  # lines that are written meanwhile go behind it
+            if not new:
                 return
-            except OSError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(RETRY_SECONDS)
+            self._before_upload()
+            if len(self._content) >= TAIL_BYTES:
+                number = _part_number(self._part) + 1
+                self._part = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}")
+                self._content = b""
+            self._part.write_bytes(self._content + new)
+            self._content += new
+            with self._appending:
+                self._unwritten = self._unwritten[len(new) :]
 
     def _upload_quietly(self) -> None:
         with contextlib.suppress(OSError, ConfigError):
@@ -202,10 +171,7 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines of metrics.jsonl or eval.jsonl; none if there is no such file.
-
-    Lines that are damaged, or that a crash left incomplete, are skipped.
-    """
+    """Yield the complete lines of metrics.jsonl or eval.jsonl without those that are damaged; none if there is no such file."""
     return (record for _, _, record in _parsed_lines(path) if record is not None)
 
 
@@ -220,53 +186,36 @@ def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
-    """Return the median tokens per second of a run by global batch size, in samples.
+    """Return the median tokens per second of a run by global batch size, in samples, or refuse a run without any.
 
     Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
-
-    Raises:
-        ConfigError: there is no such folder or file, or no step in it has a throughput.
     """
     file = as_path(folder) / METRICS_FILE
     if not file.is_file():
         raise ConfigError("cannot read the run's metrics: no such file", key="measured", path=str(file))
-    steady: defaultdict[int, list[float]] = defaultdict(list)
-    compiled: defaultdict[int, list[float]] = defaultdict(list)
+    rates: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for record in read_lines(file) if lines is None else lines:
-        size = record.get("global_batch_size")
-        rate = record.get("tokens_per_second")
-        if isinstance(size, bool) or not isinstance(size, int) or isinstance(rate, bool) or not isinstance(rate, int | float):
-            continue
-        # NaN is not above 0.
-        if 0 < size < 1e18 and 0 < rate < 1e18:
+        size: Any = record.get("global_batch_size")
+        rate: Any = record.get("tokens_per_second")
+        if type(size) is int and type(rate) in (int, float) and 0 < size < 1e18 and 0 < rate < 1e18:
             # The first step compiles too, even if it took its program from the cache.
-            (compiled if record["step"] == 0 or "compile_seconds" in record else steady)[size].append(float(rate))
-    rates = {size: sorted(steady[size] or compiled[size]) for size in sorted(steady.keys() | compiled.keys())}
+            rates[size][record["step"] == 0 or "compile_seconds" in record].append(float(rate))
     if not rates:
         raise ConfigError("no line has a global_batch_size and its tokens_per_second", key="measured", path=str(file))
-    return {size: Fraction(found[(len(found) - 1) // 2]) for size, found in rates.items()}
+    return {size: Fraction(statistics.median_low(steady or compiled)) for size, (steady, compiled) in sorted(rates.items())}
 
 
 def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
-    """Return a whole number in a line of metrics.jsonl.
-
-    Raises:
-        DataError: it is not one, or too large for any count.
-    """
+    """Return a whole number in a line of metrics.jsonl, or refuse what is not one, or too large for any count."""
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**18:
-        raise DataError(
-            f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
-            key=key,
-        )
-    return value
+    if type(value) is int and 0 <= value < 10**18:
+        return value
+    place = f"{name}, step {row['step']} of its {METRICS_FILE}"
+    raise DataError(f"{place}: {key}={reprlib.repr(value)} is not a whole number below 1e18", key=key)
 
 
 def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
-    """Find the last block with lines below a step: return its part, its offset, those lines, and whether damage was seen.
-
-    Steps never decrease, so all lines before that block stay.
-    """
+    """Find the last block with lines below a step: return its part, its offset, those lines, and whether damage was seen."""
     part = path
     start = 0
     kept = b""
@@ -280,28 +229,20 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
 
 
 def describe_damage(path: Path) -> str:
-    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence; "" if there are none.
-
-    The last line is not, if it has no end: a crash left it incomplete, and its step is repeated.
-    """
+    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence, or ""; not a last one without an end."""
     numbers = [str(number) for number, (_, _, record) in enumerate(_parsed_lines(path), start=1) if record is None]
-    if not numbers:
-        return ""
     found = f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {', '.join(numbers[:10])} are"
     more = f" (and {len(numbers) - 10} more)" if len(numbers) > 10 else ""
-    return f"{path} is damaged: {found} not JSON with a step{more}"
+    return f"{path} is damaged: {found} not JSON with a step{more}" if numbers else ""
 
 
 def describe_gaps(path: Path, steps: int) -> str:
-    """Return which of the first steps have no line in metrics.jsonl, as a sentence; "" if all have one.
-
-    Lines are only counted, without parsing them, unless one is missing.
-    """
+    """Return which of the first steps have no line in metrics.jsonl, as a sentence; "" if all have one."""
     lines = 0
     for part in _parts(path):
         with part.open("rb") as file:
             lines += sum(block.count(b"\n") for block in iter(lambda: file.read(TAIL_BYTES), b""))
-    if lines == steps:
+    if lines == steps:  # counted, as parsing takes long
         return ""
     missing = sorted(set(range(steps)) - {line["step"] for line in read_lines(path)})
     gaps = [[step for _, step in gap] for _, gap in itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])]
@@ -361,11 +302,10 @@ def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes,
 def write_whole(file: Path, content: bytes) -> None:
     """Replace a file so that a crash leaves either the old content or the new one, or raise StorageError."""
     try:
-        # In a bucket, an object is there as a whole or not at all.
-        temporary = file if is_bucket(file) else file.with_name(f"{file.name}.tmp")
-        if temporary == file:
+        if is_bucket(file):  # an object is there as a whole or not at all
             file.write_bytes(content)
             return
+        temporary = file.with_name(f"{file.name}.tmp")
         with open(temporary, "wb") as opened:
             opened.write(content)
             # After a power cut, too: on disk before it takes the place of the old one.
@@ -377,13 +317,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def run_folder(base: str, name: str) -> Path:
-    """Return the folder of a run in `base`, created if necessary.
-
-    The folder of a given name may exist. Without a name, the folder is new and named after the time.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """Return the folder of a run in `base`, created if necessary. Without a name, it is new and named after the time."""
     new = datetime.datetime.now().strftime("run-%Y%m%d-%H%M%S")
     for number in range(1, 1000):
         folder = as_path(base) / (name or (new if number == 1 else f"{new}-{number}"))
@@ -394,24 +328,13 @@ def run_folder(base: str, name: str) -> Path:
             if name:
                 raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
         except OSError as error:
-            raise ConfigError(
-                f"cannot make the folder {folder}: {error.strerror or error}", key="base_output_directory"
-            ) from None
+            problem = f"cannot make the folder {folder}: {error.strerror or error}"
+            raise ConfigError(problem, key="base_output_directory") from None
     raise ConfigError(f"no free folder name in {base}", key="run_name")
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the same methods.
-
-    Raises:
-        ConfigError: the URL is not of a bucket.
-        MissingDependencyError: the package for this kind of bucket is not installed.
-        StorageError: the bucket cannot be reached.
-
-    Example:
-        >>> as_path("runs"), is_bucket("runs"), is_bucket("gs://bucket/runs")
-        (PosixPath('runs'), False, True)
-    """
+    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the same methods."""
     if not is_bucket(path):
         return Path(path)
     from rampup.loop.bucket import bucket_path

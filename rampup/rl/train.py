@@ -33,10 +33,9 @@ from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint, read_reco
 from rampup.loop.components import Component, LoopStep
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.loop import EvalOptions, Loop
+from rampup.loop.loop import EvalOptions, Loop, keep_config, run_in_folder
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import CONFIG_FILE, EVAL_FILE, METRICS_FILE, first_and_last_line
-from rampup.loop.start import keep_config, run_in_folder
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp

@@ -36,7 +36,7 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
-from rampup.loop.writers import TensorBoardWriter
+from rampup.loop.metrics import TensorBoardWriter
 from rampup.show.prediction import compare_prediction, write_prediction
 
 

@@ -1,4 +1,4 @@
-"""Tests of rampup.loop.writers."""
+"""Tests of the writers in rampup.loop.metrics."""
 
 import errno
 import sys
@@ -8,7 +8,7 @@ import pytest
 from helpers.toy import tensorboard_events
 
 from rampup.errors import MissingDependencyError, StorageError
-from rampup.loop.writers import TensorBoardWriter, WandbWriter, required
+from rampup.loop.metrics import TensorBoardWriter, WandbWriter, required
 
 
 def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again(tmp_path):
