@@ -31,27 +31,20 @@ ANYTHING = st.recursive(
 )
 
 
-@given(random_configs.configs())
-@settings(QUICK, max_examples=200)
-def test_random_config_is_planned_or_refused(changes):
+@pytest.mark.parametrize("number", [200, pytest.param(20_000, marks=pytest.mark.faults)])
+def test_random_config_is_planned_or_refused(number):
     """A plan agrees with the slow reference; an error names a key and offers legal values."""
-    random_configs.check(changes)
-
-
-@pytest.mark.faults
-def test_20000_random_configs_are_planned_or_refused():
-    """The same for 20,000 configurations."""
     ends = collections.Counter()
 
     @given(random_configs.configs())
-    @settings(QUICK, max_examples=20_000, database=None)
+    @settings(QUICK, max_examples=number, database=None)
     def check(changes):
         ends[random_configs.check(changes)] += 1
 
     check()
     print(dict(ends))
-    assert sum(ends.values()) >= 20_000
-    assert min(ends["planned"], ends["refused"]) >= 2000
+    assert ends.total() >= number
+    assert min(ends["planned"], ends["refused"]) >= number // 10
 
 
 LINES = st.one_of(

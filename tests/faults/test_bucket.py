@@ -8,7 +8,7 @@ import time
 
 import pytest
 from helpers import bucket
-from helpers.processes import free_port
+from helpers.processes import free_port, wait_until
 from helpers.tiny import TINY_MODEL, command_line
 
 from rampup.cli import main
@@ -46,11 +46,7 @@ class Run:
 
     def wait_for(self, condition):
         """Wait until something is seen of a run that goes on."""
-        end = time.monotonic() + 200
-        while not condition():
-            assert time.monotonic() < end, self.printed
-            assert all(process.poll() is None for process in self.processes), self.printed
-            time.sleep(0.2)
+        wait_until(condition, lambda: self.printed, running=self.processes, seconds=200)
 
     def end(self, code=0, *, seconds=200):
         """Wait for the end with an exit code, and assert that nothing of a library was printed."""

@@ -1,4 +1,4 @@
-"""Killed anywhere: parameters, optimizer state, metrics and rows end up as if nothing had happened."""
+"""Killed anywhere, parameters, optimizer state, metrics and rows end up as if nothing had happened; long runs do not grow."""
 
 import contextlib
 import json
@@ -7,12 +7,14 @@ import random
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
 from faults import victim
 from helpers import processes, runs
 from helpers.runs import metrics_of
-from helpers.tiny import AUTO
+from helpers.tiny import AUTO, RL_TINY
 
 DEADLINE = 300
 
@@ -168,3 +170,120 @@ def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
     assert len(set(sizes)) >= 3
     campaign.steps = len(sizes)  # the budget decides
     campaign.strike_until(kills, ["SIGKILL", "SIGKILL", "SIGTERM"])
+
+
+RL_SETTINGS = RL_TINY | {
+    "num_generations": 4,
+    "enable_critic": True,
+    "checkpoint_period": 3,
+    "max_num_checkpoints_to_keep": 2,
+    "async_checkpointing": True,
+    "eval_interval": 16,
+}
+
+
+def run_rollouts(settings):
+    """Train slowly enough to be killed anywhere; return 0 when finished, 130 when stopped by a signal."""
+    victim.use_cpus(1)
+    from rampup.loop.events import StepDone
+    from rampup.rl.config import RolloutConfig
+    from rampup.rl.tasks import Arithmetic
+    from rampup.rl.train import train
+
+    # One response of a new model in eight is right, so that most groups have no spread and some have.
+    Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 8 == 0) for text in responses]
+
+    def pause(event):
+        if isinstance(event, StepDone):
+            time.sleep(0.02)
+
+    return 130 if train(RolloutConfig(**RL_SETTINGS | settings), pause).interrupted else 0
+
+
+class RolloutCampaign(Campaign):
+    """The same for runs of rollouts, which are seen training by their metrics."""
+
+    seen_in = "metrics.jsonl"
+
+    def start(self, name):
+        """Start a run, or go on with it."""
+        return processes.start(run_rollouts, self.common | {"run_name": name}, log=self.base / name / victim.LOG_FILE)
+
+    def check(self, name):
+        """Assert that a finished run is the one that was never killed, bit for bit."""
+        runs.assert_same_run(self.base / name, self.base / "whole", self.steps)
+
+
+TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
+SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
+ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}]
+
+
+@pytest.mark.parametrize(
+    ("kills", "rollouts", "sizes"),
+    [
+        *(pytest.param(2, 2, sizes, marks=pytest.mark.slow) for sizes in SIZES),
+        *(pytest.param(30, 12, sizes, marks=pytest.mark.faults) for sizes in ALL_SIZES),
+    ],
+    ids=str,
+)
+def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(kills, rollouts, sizes, tmp_path):
+    """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
+    # Two passes over two mini batches or one, of the critic and of the policy.
+    steps = rollouts * (4 if sizes.get("mini_batch_size") == -1 else 8)
+    # A pause that reaches over a random number of the next eight updates.
+    campaign = RolloutCampaign(tmp_path, steps=steps, pause=0.05, seed=0)
+    campaign.common = {"base_output_directory": str(tmp_path), "num_batches": rollouts, **sizes}
+    campaign.finish("whole")
+    campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
+
+
+def sizes_of(folder):
+    """Return the size of each file of metrics, and number and size of all others."""
+    sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    metrics = {path.name: size for path, size in sizes.items() if path.suffix == ".jsonl"}
+    return {"metrics": metrics, "others": len(sizes) - len(metrics), "bytes": sum(sizes.values()) - sum(metrics.values())}
+
+
+def soak(folder, steps, every, found):
+    """Train, and write memory and processor time every so many steps, and the files halfway and at the end."""
+    victim.use_cpus(1)
+    from rampup import Config
+    from rampup.lm.train import train
+    from rampup.loop.events import Evaluated, RunStopped, StepDone
+
+    samples, files = [], []
+
+    def look(event):
+        if isinstance(event, StepDone) and (event.step + 1) % every == 0:
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            samples.append([event.step + 1, resident, time.process_time()])
+        if isinstance(event, RunStopped) or (isinstance(event, Evaluated) and event.step + 1 == steps // 2):
+            files.append(sizes_of(folder / "run"))
+
+    own = {"checkpoint_period": steps // 40, "eval_interval": steps // 20, "eval_steps": 2, "per_device_batch_size": 8}
+    where = {"base_output_directory": str(folder), "run_name": "run", "steps": steps, "global_rampup_samples": 2 * steps}
+    summary = train(Config(**(victim.SETTINGS | own | where)), look)
+    found.write_text(json.dumps({"steps": summary.steps, "samples": samples, "files": files}))
+
+
+@pytest.mark.faults
+def test_long_runs_do_not_grow(tmp_path):
+    """Over 20,000 steps, memory grows by less than 8 MiB, steps stay as fast as they were, and only metrics grow."""
+    steps = 20_000
+    processes.run_all(soak, [(tmp_path, steps, 250, tmp_path / "found")], tmp_path, 3600)
+    found = json.loads((tmp_path / "found").read_text())
+    assert found["steps"] == steps
+    step, memory, processor = np.array(found["samples"], float).T
+    later = step > steps / 4
+    growth = np.polyfit(step[later], memory[later], 1)[0] * steps
+    per_step = np.diff(processor) / np.diff(step)
+    quarter = len(per_step) // 4
+    slower = np.median(per_step[-quarter:]) / np.median(per_step[-2 * quarter : -quarter])
+    halfway, end = found["files"]
+    print(f"{memory[later][0] / 2**20:.1f} to {memory[-1] / 2**20:.1f} MiB, {slower:.3f} times slower")
+    assert growth < 8 * 2**20, f"memory grows by {growth / 2**20:.1f} MiB"
+    assert slower < 1.25, f"steps become {slower:.2f} times slower"
+    assert set(end["metrics"]) == {"metrics.jsonl", "eval.jsonl"}
+    assert end["others"] <= halfway["others"]
+    assert end["bytes"] <= 1.1 * halfway["bytes"]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.processes import wait_until
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL, command_line
 
@@ -64,12 +65,8 @@ def start(folder, **settings):
 
 def wait_for_steps(folder, count, started):
     """Wait until so many lines of metrics are there."""
-    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (file.exists() and file.read_text().count("\n") >= count):
-        assert all(process.poll() is None for process in started), outputs(folder)
-        assert time.monotonic() < deadline, outputs(folder)
-        time.sleep(0.1)
-    return count
+    file = folder / "run" / "metrics.jsonl"
+    wait_until(lambda: file.exists() and num_steps(folder) >= count, lambda: outputs(folder), running=started, seconds=200)
 
 
 def outputs(folder):

@@ -25,12 +25,9 @@ HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", 
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on, or fails those that `fails(method, path)` selects.
+    """Passes requests on, or fails those that `fails(method, path)` selects, with an HTTP status.
 
-    Attributes:
-        status: what a selected request gets: an HTTP status, "cut" for a connection that is closed without an answer, or
-            "stall" for one that is closed at the end of the context.
-        num_failed, num_passed: requests so far.
+    Instead of one, "cut" closes the connection without an answer, and "stall" closes it at the end of the context.
     """
 
     daemon_threads = True
@@ -42,7 +39,6 @@ class Proxy(ThreadingHTTPServer):
         self.status = 503
         self.healed = threading.Event()
         self.num_failed = 0
-        self.num_passed = 0
 
     def handle_error(self, request, client_address):
         """Print nothing about clients that have hung up."""
@@ -80,7 +76,6 @@ class _Forward(BaseHTTPRequestHandler):
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        self.server.num_passed += 1
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target)
         # The server names itself in the addresses that it returns, by the host that was asked: the proxy.
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}

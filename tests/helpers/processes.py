@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 
 
 def start(function, *arguments, log):
@@ -30,6 +31,16 @@ def run_all(function, arguments, folder, timeout=300):
         process.join(timeout)
         assert process.exitcode == 0, log.read_text()
     return [log.read_text() for log in logs]
+
+
+def wait_until(found, told=lambda: "", *, running=(), seconds=300):
+    """Wait until a function returns something true, and return it; `running` processes must not end meanwhile."""
+    deadline = time.monotonic() + seconds
+    while not (seen := found()):
+        assert time.monotonic() < deadline, told()
+        assert all(process.poll() is None for process in running), told()
+        time.sleep(0.05)
+    return seen
 
 
 def free_port():

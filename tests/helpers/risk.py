@@ -8,13 +8,7 @@ import numpy as np
 
 
 class Regression:
-    """The distribution of SGD's parameters after some steps.
-
-    Args:
-        h: eigenvalues of the Hessian.
-        m: expected squares of the errors.
-        s2: variance of the label noise.
-    """
+    """SGD's parameters after some steps: eigenvalues h of the Hessian, expected squares m of the errors, label noise s2."""
 
     def __init__(self, h, m, s2):
         self.h, self.m, self.s2 = np.asarray(h, float), np.asarray(m, float), float(s2)

@@ -19,14 +19,8 @@ BUCKET = {"BUCKET": "my-bucket", "ZONE": "us-west4-a"}
 
 
 def run_script(command, folder, programs, code=0, **variables):
-    """Run a shell command, in a folder in which some programs only note their arguments; return each call's words.
-
-    Args:
-        command: the words of the command.
-        folder: where the programs are written.
-        programs: name -> what it does besides, in shell.
-        code: the exit code with which the command must end.
-        variables: what else is in the environment.
+    """Run a shell command that ends with `code`, with programs that note their arguments and do what they are said to do in
+    shell; return each call's words.
     """
     calls = folder / "calls"
     for name, action in programs.items():

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.processes import free_port
+from helpers.processes import free_port, wait_until
 from helpers.snippets import ROOT
 from helpers.tiny import TINY_MODEL, command_line
 
@@ -69,12 +68,7 @@ class Ray:
 
     def wait_until(self, what, seconds=500):
         """Wait until a function returns something, and return it."""
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.log(*self.running)[-5000:]
-            assert all(process.poll() is None for process in self.running.values()), self.log(*self.running)[-5000:]
-            time.sleep(0.2)
-        return found
+        return wait_until(what, lambda: self.log(*self.running)[-5000:], running=self.running.values(), seconds=seconds)
 
     def workers(self):
         """Return the process ids of the workers of every start, by rank."""

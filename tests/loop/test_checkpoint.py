@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,10 +125,7 @@ def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(tmp_path, monk
     monkeypatch.setattr(os, "mkdir", refuse)
     with pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written: .*Permission denied"):
         checkpoints.save(3, state, {})
-    end = time.monotonic() + 60
-    while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
+    processes.wait_until(lambda: not [thread for thread in set(threading.enumerate()) - before if not thread.daemon])
     monkeypatch.undo()
     checkpoints.save(4, state, {})
     checkpoints.wait()

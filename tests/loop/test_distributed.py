@@ -119,11 +119,9 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
     """
     folder = tmp_path / "out"
     started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
-    file, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (file.exists() and file.read_text().count("\n") > 8):
-        assert time.monotonic() < deadline
-        assert all(process.is_alive() for process in started)
-        time.sleep(0.2)
+    file = folder / "run" / "metrics.jsonl"
+    processes.wait_until(lambda: file.exists() and file.read_text().count("\n") > 8)
+    assert all(process.is_alive() for process in started)
     os.kill(started[victim].pid, signal.SIGKILL)
     output = finish(started, folder, timeout=40)[1 - victim]
     assert started[1 - victim].exitcode != 0
@@ -252,45 +250,6 @@ def test_processes_train_a_state_of_ones_own(tmp_path):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
 
 
-def measure_noise(process, port, path, number):
-    """Write S and G2 of two steps on meshes of four devices, in float64."""
-    import jax
-    import optax
-    from helpers import toy
-
-    import rampup
-
-    jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_num_cpu_devices", 4 // number)
-    if number > 1:
-        join(coordinator_address=f"localhost:{port}", num_processes=number, process_id=process)
-    tx, rows, found = optax.adam(1e-2), toy.rows(200, np.float64), []
-    for axes in ({"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}):
-        mesh = rampup.make_mesh(rampup.MeshAxes(**axes))
-        # Blocks of two rows: a microbatch of one replica, over its fsdp shards.
-        rows_per_device = 1 if "fsdp" in axes else 2
-        plan = toy.plan_for(mesh, "0:64", steps=2, microbatch_size=rows_per_device)
-        step = rampup.train_step(toy.plain_loss_fn, tx, plan, mesh, measure_gradient_noise=True)
-        state = rampup.create_state(toy.new_params(mesh, np.float64), tx, mesh)
-        for batch in step.batches(rows):
-            state, metrics = step(state, batch)
-            found.append({name: float(value) for name, value in jax.device_get(metrics["gradient_noise"]).items()})
-    path.write_text(json.dumps(found))
-
-
-@pytest.mark.slow
-def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
-    """The same blocks have the same S and G2 to 1e-6 on three meshes of four devices, and all processes have equal ones."""
-    (one,), *several = (call_in_each(measure_noise, number, tmp_path, number) for number in (1, 2, 4))
-    for found in several:
-        assert all(steps == found[0] for steps in found)
-        assert found[0] == [pytest.approx(step, rel=1e-6) for step in one]
-    # The meshes have the same blocks, so they agree too.
-    assert one[0]["blocks"] == 32
-    for mesh in (one[2:4], one[4:6]):
-        assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
-
-
 def run_without_noise(words, folder, opened):
     """Run `rampup` in a process that takes the noise scale to be 0, and so would never grow the batch."""
     from rampup.batch_size.auto import AutoSchedule
@@ -314,6 +273,8 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
     for (size, decided), (after, _) in itertools.pairwise(sizes):
         assert after == (size if decided is None else decided)
     np.testing.assert_allclose(metrics(many, "loss"), metrics(one, "loss"), rtol=1e-5)
+    names = ("gradient_noise_trace", "gradient_squared_norm")
+    np.testing.assert_allclose(metrics(many, *names), metrics(one, *names), rtol=1e-3, atol=1e-4)
 
 
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):

@@ -20,7 +20,7 @@ from unittest import mock
 
 import jax
 import pytest
-from helpers.processes import free_port
+from helpers.processes import free_port, wait_until
 from helpers.snippets import ROOT
 from helpers.tiny import TINY, command_line
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster, ompi_cluster
@@ -272,28 +272,16 @@ def test_two_processes_of_mpirun_train_one_model(tmp_path):
     check_trained_together(subprocess.run(run, capture_output=True, text=True, timeout=300, check=False), tmp_path)
 
 
+# Settings of slurm.conf, one a line there; after them two nodes, both of them this machine.
 SLURM_CONF = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=20
-SlurmctldPort={controller}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/linear
-SchedulerParameters=batch_sched_delay=0
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/none
-ReturnToService=2
+ClusterName=test SlurmctldHost={host}(127.0.0.1) SlurmUser={user} SlurmdUser={user} SlurmctldPort={controller}
+AuthType=auth/munge AuthInfo=socket={folder}/munge.socket,cred_expire=20 StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n SlurmctldPidFile={folder}/slurmctld.pid SlurmdPidFile={folder}/slurmd.%n.pid
+SlurmdParameters=config_overrides ProctrackType=proctrack/linuxproc TaskPlugin=task/none MpiDefault=none
+SelectType=select/linear SchedulerParameters=batch_sched_delay=0 AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none JobCompType=jobcomp/none ReturnToService=2
+"""
+SLURM_NODES = """
 NodeName={host} NodeAddr=127.0.0.1 Port={node} CPUs=2 State=UNKNOWN
 NodeName={host}-second NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=2 State=UNKNOWN
 PartitionName=main Nodes={host},{host}-second Default=YES State=UP
@@ -309,7 +297,7 @@ def slurm(tmp_path_factory):
     folder, host = tmp_path_factory.mktemp("slurm"), socket.gethostname().partition(".")[0]
     names = {"host": host, "user": getpass.getuser(), "folder": folder}
     names |= {name: free_port() for name in ("controller", "node", "second")}
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(**names))
+    (folder / "slurm.conf").write_text(("\n".join(SLURM_CONF.split()) + SLURM_NODES).format(**names))
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     for name in ("state", f"spool.{host}", f"spool.{host}-second"):
@@ -362,11 +350,8 @@ def test_a_job_of_slurm_stops_before_its_limit_and_resumes(tmp_path, slurm):
         assert done.returncode == 0, (command, done.stderr)
         return done.stdout.strip()
 
-    def wait_until(what, seconds=300):
-        deadline = time.monotonic() + seconds
-        while not what():
-            assert time.monotonic() < deadline, log.read_text()[-3000:] + ask("scontrol", "show", "job", job)
-            time.sleep(0.5)
+    def wait_for(what):
+        wait_until(what, lambda: log.read_text()[-3000:] + ask("scontrol", "show", "job", job))
 
     # A batch of 256 rows in microbatches of one is a step that takes a while.
     own = {"enable_rampup_batch_size": False, "batch_size_schedule": "0:128 1280:256", "microbatch_size": 1}
@@ -382,18 +367,18 @@ def test_a_job_of_slurm_stops_before_its_limit_and_resumes(tmp_path, slurm):
     def steps():
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    wait_until(lambda: steps() > 12)
+    wait_for(lambda: steps() > 12)
     assert "2 devices, data parallel 2" in log.read_text()
     # The job has run for less than a minute or two, and the script asks for SIGTERM 300 s before the limit.
     ask("scontrol", "update", f"JobId={job}", "TimeLimit=5")
-    wait_until(lambda: ask("squeue", "-h", "-j", job, "-o", "%T") == "PENDING")
+    wait_for(lambda: ask("squeue", "-h", "-j", job, "-o", "%T") == "PENDING")
     (saved,) = [int(path.name) for path in checkpoints.iterdir()]
     assert 12 < saved == steps() < 1000
     ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    wait_until(lambda: steps() > saved + 4)
+    wait_for(lambda: steps() > saved + 4)
     assert f"resumed after step {saved - 1}" in log.read_text()
     ask("scancel", job)
-    wait_until(lambda: ask("squeue", "-h", "-j", job, "-o", "%T") == "")
+    wait_for(lambda: ask("squeue", "-h", "-j", job, "-o", "%T") == "")
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert [line["global_batch_size"] for line in lines] == [128] * 10 + [256] * (len(lines) - 10)

@@ -15,6 +15,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers.processes import wait_until
 
 from rampup.errors import ConfigError
 from rampup.loop import lock as run_lock
@@ -77,9 +78,7 @@ def test_of_many_processes_one_takes_over(tmp_path):
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     try:
-        deadline = time.monotonic() + 300
-        while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until(lambda: sum(process.poll() is None for process in processes) <= 1)
         assert sum(process.poll() is None for process in processes) == 1
         refused = [process for process in processes if process.poll() is not None]
         assert all("another process trains" in process.stderr.read() for process in refused)

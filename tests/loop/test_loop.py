@@ -26,21 +26,8 @@ from rampup.data.batches import step_batches
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ResumeMismatchError
+from rampup.loop import events as told
 from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
-from rampup.loop.events import (
-    CheckpointSaved,
-    Evaluated,
-    LearningRateChanged,
-    PhaseStarted,
-    RunAborted,
-    RunStarted,
-    RunStopped,
-    RunStopping,
-    StepDone,
-    StopRequested,
-    StorageFailed,
-    ctrl_c_stops,
-)
 from rampup.loop.lock import LOCK_FILE
 from rampup.loop.loop import EvalOptions, Loop, stop_requests
 from rampup.loop.metrics import MetricOptions
@@ -83,7 +70,7 @@ def run(parts, folder, *, stop_after=None, events=None, **options):
     def on_event(event):
         if events is not None:
             events.append(event)
-        if isinstance(event, StepDone) and event.step == stop_after:
+        if isinstance(event, told.StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGTERM)
 
     return run_own(parts, folder, batches=batches, on_event=on_event, **options)[1], ids
@@ -105,7 +92,7 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
     events = []
     first, ids = run(parts, tmp_path, stop_after=stop_after, events=events)
     assert first.interrupted
-    assert [event.step for event in events if isinstance(event, RunStopping)] == [first.steps]
+    assert [event.step for event in events if isinstance(event, told.RunStopping)] == [first.steps]
     assert first.ramp_steps == min(parts[1].ramp.ramp_steps, first.steps)
     assert stop_after < first.steps < STEPS
     second, more = run(parts, tmp_path)
@@ -119,14 +106,13 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
 def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
     """Of a file that was cut and of a deleted one; the run goes on with the same losses."""
     first, _ = run(parts, tmp_path, stop_after=3)
-    path, problems = tmp_path / "metrics.jsonl", []
-    for kept, named in ((2, f"steps 2 to {first.steps - 1}"), (0, f"steps 0 to {first.steps - 1}")):
+    path, events = tmp_path / "metrics.jsonl", []
+    for kept in (2, 0):
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(lines[:kept])) if kept else path.unlink()
-        events = []
         run(parts, tmp_path, stop_after=first.steps, events=events, should_stop=lambda: True)
-        problems += [event.problem for event in events if isinstance(event, StorageFailed)]
-        assert problems[-1] == f"{path} has no line of {named}, which came before this start"
+        problems = [event.problem for event in events if isinstance(event, told.StorageFailed)]
+        assert problems[-1] == f"{path} has no line of steps {kept} to {first.steps - 1}, which came before this start"
     assert len(problems) == 2
     run(parts, tmp_path)
     assert metrics_of(tmp_path) == uninterrupted[0][first.steps :]
@@ -139,15 +125,15 @@ def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     last, events = first.steps - 1, []
     plan = replace(parts[1], learning_rate_schedule_steps=9)
     run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, metrics=after)
-    found = [event for event in events if isinstance(event, LearningRateChanged)]
+    found = [event for event in events if isinstance(event, told.LearningRateChanged)]
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
-    assert found == [LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
+    assert found == [told.LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
     events.clear()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))  # as another program writes it
     summary, _ = run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
     assert (summary.steps, summary.first_loss) == (STEPS, None)
-    assert not [event for event in events if isinstance(event, LearningRateChanged)]
+    assert not [event for event in events if isinstance(event, told.LearningRateChanged)]
 
 
 def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
@@ -180,17 +166,17 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
     assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
 
-    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=plan, tokens_per_sample=10)
-    assert events[-1] == RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
+    assert events[0] == told.RunStarted(step=0, folder=tmp_path, plan=plan, tokens_per_sample=10)
+    assert events[-1] == told.RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
 
     def values(kind, name):
         return [getattr(event, name) for event in events if isinstance(event, kind)]
 
-    assert values(PhaseStarted, "phase") == [0, 1, 2]
-    assert values(PhaseStarted, "step") == [phase.start_step for phase in plan.ramp.phases]
-    assert values(StepDone, "step") == list(range(STEPS))
-    assert values(CheckpointSaved, "steps") == [5, 10, 12]
-    assert values(Evaluated, "step") == [5, 11]
+    assert values(told.PhaseStarted, "phase") == [0, 1, 2]
+    assert values(told.PhaseStarted, "step") == [phase.start_step for phase in plan.ramp.phases]
+    assert values(told.StepDone, "step") == list(range(STEPS))
+    assert values(told.CheckpointSaved, "steps") == [5, 10, 12]
+    assert values(told.Evaluated, "step") == [5, 11]
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     samples = plan.ramp.samples_before
     assert evals == [{"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss} for n, loss in ((5, 3.0), (11, 1.0))]
@@ -200,7 +186,7 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
 
     events.clear()
     again, second = run_own(parts, tmp_path, on_event=events.append)
-    assert [type(event) for event in events] == [RunStarted, RunStopped]  # a finished run trains nothing
+    assert [type(event) for event in events] == [told.RunStarted, told.RunStopped]  # a finished run trains nothing
     assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
 
@@ -253,11 +239,11 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
 
     def on_event(event):
         seen.append(event)
-        if isinstance(event, StopRequested):
+        if isinstance(event, told.StopRequested):
             answered.set()
-        if isinstance(event, RunAborted):
+        if isinstance(event, told.RunAborted):
             assert (tmp_path / LOCK_FILE).exists()
-        if isinstance(event, StepDone) and event.step == 6:
+        if isinstance(event, told.StepDone) and event.step == 6:
             signal.raise_signal(signal.SIGINT)
             assert answered.wait(30)
             handlers.append(signal.getsignal(signal.SIGTERM))
@@ -265,11 +251,11 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
 
     handlers = [signal.getsignal(signal.SIGTERM)]
     context = contextvars.copy_context()
-    context.run(ctrl_c_stops.set, True)
+    context.run(told.ctrl_c_stops.set, True)
     with pytest.raises(KeyboardInterrupt):
         context.run(run_own, parts, tmp_path, on_event=on_event)
     assert handlers[0] is handlers[1]
-    assert seen[-1] == RunAborted(folder=tmp_path, checkpoint=5)
+    assert seen[-1] == told.RunAborted(folder=tmp_path, checkpoint=5)
     assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / LOCK_FILE).exists()
     calls = []
@@ -287,8 +273,8 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (StepDone, {"checkpoints": CheckpointOptions()}, "steps; no checkpoint has its last state"),
-        (RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
+        (told.StepDone, {"checkpoints": CheckpointOptions()}, "steps; no checkpoint has its last state"),
+        (told.RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
     ],
 )
 def test_a_stopped_run_without_a_checkpoint_starts_over(parts, tmp_path, kind, options, words):

@@ -4,7 +4,6 @@ import json
 import shutil
 import socket
 import threading
-import time
 import types
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from etils.epath import backend
 from helpers import bucket
+from helpers.processes import wait_until
 from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
@@ -26,6 +26,7 @@ from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
 from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
+from rampup.loop.metrics import TensorBoardWriter
 from rampup.loop.run_folder import (
     StepLog,
     absolute_path,
@@ -36,7 +37,6 @@ from rampup.loop.run_folder import (
     run_folder,
     write_whole,
 )
-from rampup.loop.metrics import TensorBoardWriter
 from rampup.show.prediction import compare_prediction, write_prediction
 
 
@@ -159,11 +159,9 @@ def test_a_lease_outlives_an_outage(folder, proxy, impatient):
     with own_run(folder):
         with proxy.failing(503):
             before = proxy.num_failed
-            while proxy.num_failed < before + 10:
-                time.sleep(0.05)
+            wait_until(lambda: proxy.num_failed >= before + 10)
         first = (folder / LOCK_FILE).read_text()
-        while (folder / LOCK_FILE).read_text() == first:
-            time.sleep(0.05)
+        wait_until(lambda: (folder / LOCK_FILE).read_text() != first)
     assert not (folder / LOCK_FILE).exists()
 
 
