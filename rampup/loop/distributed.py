@@ -275,10 +275,7 @@ def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float,
 
 
 def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:
-    """Wait until process 0 listens; in process 0, until it can. Refuse after `timeout` seconds.
-
-    JAX would end the process from C++, without an exception: after the timeout, and at once if the port is in use.
-    """
+    """Wait until process 0 listens; in process 0, until it can. JAX would end the process from C++, without an exception."""
     host, _, port = launch.address.rpartition(":")
     words, deadline = waiting.words, time.monotonic() + timeout
     while True:

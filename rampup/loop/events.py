@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, dataclass_transform
 
-# Whether Ctrl-C asks a run to stop, as SIGTERM does. The command line says so; elsewhere it is a KeyboardInterrupt, as usual.
+# Whether Ctrl-C asks a run to stop, as SIGTERM does; so says the command line.
 ctrl_c_stops: ContextVar[bool] = ContextVar("ctrl_c_stops", default=False)
 
 

@@ -66,10 +66,7 @@ def own_run(folder: Path, *, only_existing: bool = False, shared: bool = False) 
 
 
 def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
-    """Refuse to go on in a folder that this process owned, and another one does now.
-
-    If the storage does not answer within `seconds`, nothing is refused: it would take no checkpoint either.
-    """
+    """Refuse to go on in a folder that another process owns now. Storage that does not answer within `seconds` says nothing."""
     _, find_owner = _held.get(absolute_path(folder), (0, lambda seconds: None))
     owner = None
     with contextlib.suppress(OSError):

@@ -338,10 +338,7 @@ class Loop:
 
 @contextlib.contextmanager
 def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop; the second acts as usual.
-
-    `on_request` is called at the first one, at once and in a thread of its own: the main thread may hold any lock.
-    """
+    """Turn the first SIGTERM, or Ctrl-C where it stops runs, into a request to stop; `on_request` is called in a thread."""
     requested = False
     before: dict[int, Any] = {}
     # What the system calls. It need not be Python's handler: a library in C, or a program around Python, may have its own.
@@ -357,7 +354,7 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
         requested = True
         restore()
         with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
-            threading.Thread(target=on_request, daemon=True).start()
+            threading.Thread(target=on_request, daemon=True).start()  # the main thread may hold any lock
 
     with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
         for number in (signal.SIGINT, signal.SIGTERM) if events.ctrl_c_stops.get() else (signal.SIGTERM,):
