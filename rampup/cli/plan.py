@@ -48,7 +48,6 @@ def plan(args: argparse.Namespace) -> Result:
     rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
-        from rampup.dialects.export import export_rollout
         from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
 
         config = load_rollout_config(args.config, args.overrides, environ=common.environment())
@@ -56,6 +55,8 @@ def plan(args: argparse.Namespace) -> Result:
         schedule = build_rollout_schedule(config, num_devices)
         plan = schedule.stages[-1][1]
         if args.export is not None:
+            from rampup.dialects.export import export_rollout
+
             return _export(export_rollout(config, plan, num_devices, args.export), args)
         notes = rollout_notes(config, plan)
         facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
@@ -99,7 +100,7 @@ def plan(args: argparse.Namespace) -> Result:
             show=lambda console: tables.print_budget(budget, plan, console, measured=throughput or {}),
         )
     if args.export is not None:
-        from rampup.dialects.export_plan import export_plan
+        from rampup.dialects.export import export_plan
 
         return _export(export_plan(config, plan, args.export), args)
     rows = devices = None

@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.export_plan: pre-training plans in the keys of other systems, run by the rules of these systems."""
+"""Pre-training plans in the keys of other systems, run by the rules of these systems."""
 
 import collections
 import itertools
@@ -10,7 +10,7 @@ from helpers.dialect_files import verdict
 from helpers.oracle import linear_steps
 
 from rampup import Config, RampupBatchManager, build_plan
-from rampup.dialects.export_plan import PLAN_EXPORTS, export_plan
+from rampup.dialects.export import PLAN_EXPORTS, export_plan
 from rampup.errors import ConfigError, RampupError
 
 
