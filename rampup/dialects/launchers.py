@@ -6,7 +6,7 @@ import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -24,6 +24,7 @@ _VARIABLES = {
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE",),
     "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
 }
+_Entries = Mapping[Any, Any]
 _STARTERS = ("srun", "mpirun", "mpiexec")
 
 
@@ -102,9 +103,18 @@ class Container(NamedTuple):
     machine: Machine = Machine()
 
 
-_Entries = Mapping[str, yaml.Node]
 _DEVICES = re.compile(r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count")
 _ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
+_LINES = object()  # the key of a mapping that has the lines of its other keys
+
+
+class _Loader(yaml.BaseLoader):
+    """Reads every value as text."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: ARG002
+        return super().construct_mapping(node, deep=True) | {
+            _LINES: {key.value: value.start_mark.line + 1 for key, value in node.value if isinstance(key.value, str)}
+        }
 
 
 def find_containers(text: str) -> list[Container]:
@@ -113,8 +123,8 @@ def find_containers(text: str) -> list[Container]:
         return []
     found: list[Container] = []
     try:
-        for root in yaml.compose_all(text, Loader=yaml.SafeLoader):
-            rows = [] if root is None else list(_walk(root, (), set()))
+        for root in yaml.load_all(text, Loader=_Loader):
+            rows = list(_walk(root, (), set()))
             machines = [machine for _, machine in rows if machine is not None]
             is_known = all(machine.devices for machine in machines)
             devices = sum(machine.devices for machine in machines) if is_known else 0
@@ -125,29 +135,31 @@ def find_containers(text: str) -> list[Container]:
     return found
 
 
-def _walk(node: yaml.Node, above: tuple[_Entries, ...], seen: set[int]) -> Iterator[tuple[Container | None, Machine | None]]:
-    """Yield the command and the devices of each container, below the mappings `above`."""
-    if id(node) in seen:  # an alias
+def _walk(part: Any, above: tuple[_Entries, ...], seen: set[int]) -> Iterator[tuple[Container | None, Machine | None]]:
+    """Yield the command and the devices of each container in a part of a manifest, below the mappings `above`."""
+    if id(part) in seen:  # an alias
         return
-    seen.add(id(node))
-    if isinstance(node, yaml.MappingNode):
-        entries = _entries(node)
-        parts = [entries[name] for name in ("command", "args") if name in entries]
-        words = [item.value for part in parts for item in _items(part) if isinstance(item.value, str)]
+    seen.add(id(part))
+    if isinstance(part, dict):
+        written = [(name, part[name]) for name in ("command", "args") if name in part]
+        words = [word for _, value in written for word in (value if isinstance(value, list) else [value])]
+        words = [word for word in words if isinstance(word, str)]
         container = None
         if words:
-            variables = dict(_read_variables(entries.get("env")))
+            entries = map(_entries, part["env"] if isinstance(part.get("env"), list) else ())
+            pairs = [(entry.get("name"), entry.get("value")) for entry in entries]
+            variables = {k: v for k, v in pairs if isinstance(k, str) and k.isidentifier() and isinstance(v, str)}
             words = [re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word) for word in words]
             exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
             # A single word is a line of a shell.
             script = words[0] if len(words) == 1 and any(map(str.isspace, words[0])) else shlex.join(words)
-            container = Container(exports + script, parts[0].start_mark.line + 1)
-        machine = _read_machine(entries, above)
+            container = Container(exports + script, part[_LINES][written[0][0]])
+        machine = _read_machine(part, above)
         if container or machine:
             yield container, machine
-        above = (*above, entries)
-    for child in (part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,)) if part is not None):
-        if isinstance(child, yaml.CollectionNode):
+        above = (*above, part)
+    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        if isinstance(child, dict | list):
             yield from _walk(child, above, seen)
 
 
@@ -159,7 +171,7 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
     resources = _entries(entries.get("resources"))
     pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
     counts = [*_entries(resources.get("limits")).items(), *_entries(resources.get("requests")).items(), *pool.items()]
-    asked = [value for name, value in counts if _DEVICES.fullmatch(name)]
+    asked = [value for name, value in counts if isinstance(name, str) and _DEVICES.fullmatch(name)]
     if not asked:
         return None
     pods = replicas = chip = 1
@@ -167,31 +179,16 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
         for name in ("replicas", "replicaCount", "replica_count"):
             replicas *= _number(level[name]) if name in level else 1
         if "parallelism" in level:
-            completions = _number(level["completions"]) if "completions" in level else 0
+            completions = _number(level.get("completions"))
             pods *= min(_number(level["parallelism"]), completions or _number(level["parallelism"]))
-        accelerator = _entries(level.get("nodeSelector")).get(_ACCELERATOR)
-        chip = 2 if accelerator is not None and str(accelerator.value).startswith("tpu7") else chip
+        chip = 2 if str(_entries(level.get("nodeSelector")).get(_ACCELERATOR)).startswith("tpu7") else chip
     return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
 
 
-def _entries(node: yaml.Node | None) -> dict[str, yaml.Node]:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-    return {key.value: value for key, value in pairs if isinstance(key.value, str)}
+def _entries(value: Any) -> _Entries:
+    return value if isinstance(value, dict) else {}
 
 
-def _number(node: yaml.Node) -> int:
+def _number(value: Any) -> int:
     """Return a whole number; 0 for what a template leaves open."""
-    return int(node.value) if isinstance(node.value, str) and node.value.isdecimal() and len(node.value) < 10 else 0
-
-
-def _items(node: yaml.Node) -> list[yaml.Node]:
-    return node.value if isinstance(node, yaml.SequenceNode) else [node]
-
-
-def _read_variables(node: yaml.Node | None) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of `env`."""
-    for item in node.value if isinstance(node, yaml.SequenceNode) else ():
-        found = {key.value: value.value for key, value in item.value} if isinstance(item, yaml.MappingNode) else {}
-        name, value = found.get("name"), found.get("value")
-        if isinstance(name, str) and name.isidentifier() and isinstance(value, str):
-            yield name, value
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else 0

@@ -126,8 +126,7 @@ def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int
     result: dict[str, Located] = {}
     repeated: dict[str, int] = {}
     for top, entry in parse_mapping(text, path, repeated=repeated).items():
-        nested = isinstance(entry.value, Mapping) and entry.value
-        for name, value in flatten(entry.value, f"{top}.") if nested else ((top, entry.value),):
+        for name, value in flatten({top: entry.value}):
             if name in result:
                 repeated[name] = entry.line or 0
             result[name] = Located(value=value, path=entry.path, line=entry.line)
@@ -149,11 +148,14 @@ def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] 
         raise_together(list(_find_misspelt(reading.leaves, entries)))
         said = f"not a file of {system}: it sets none of its batch keys, such as {', '.join(list(entries)[:3])}"
         raise ConfigError(said, key="from", path=reading.path)
-    problems: list[RampupError] = [
-        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=reading.path, line=line)
-        for name, line in reading.repeated.items()
-        if name in entries and name not in chosen
-    ]
+    problems = list[RampupError]()
+    later = []
+    for name, line in reading.repeated.items():
+        if name not in entries:
+            later.append(f"{name} is given twice, again in line {line}; the last one counts.")
+        elif name not in chosen:
+            said = f"{name} is given twice; choose one with {name}=..."
+            problems.append(ConfigError(said, key=name, path=reading.path, line=line))
     problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
     problems += _find_misspelt(given, entries)
     if launch.keys:
@@ -185,13 +187,8 @@ def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] 
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)
-    notes += [
-        f"{name} is given twice, again in line {line}; the last one counts."
-        for name, line in reading.repeated.items()
-        if name not in entries
-    ]
     others = {name: value for name, value in located.items() if name not in entries}
-    return Settings(values=values, given=frozenset(known), others=others, notes=tuple(notes))
+    return Settings(values=values, given=frozenset(known), others=others, notes=(*notes, *later))
 
 
 def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
@@ -277,10 +274,9 @@ _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE
 _COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
 _OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 _SHOWN = 60
-_UNREAD = {
-    **dict.fromkeys((".py", ".ipynb"), "a Python program"),
-    **dict.fromkeys((".md", ".rst", ".mdx"), "a text with commands in it"),
-}
+_PROGRAM = "a Python program"
+_TEXT = "a text with commands in it"
+_UNREAD = {".py": _PROGRAM, ".ipynb": _PROGRAM, ".md": _TEXT, ".rst": _TEXT, ".mdx": _TEXT}
 _NO_TRAINING = re.compile(
     r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
 )
@@ -477,12 +473,10 @@ def _command_notes(command: Command) -> Iterator[str]:
 
 def _base_folders(command: Command, path: str) -> list[Path]:
     """Return where the base file of a command may be: its `--config-path` in a folder above, or above its program's folder."""
-    folder = option(command, "--config-path", "-cp") or "config"
-    if unknown_names(folder):  # such as a folder of the environment; the path within it counts
-        folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
-    ends = [Path(folder)]
-    if folder.startswith("/"):  # perhaps of another machine
-        ends += [Path(*ends[0].parts[first:]) for first in range(1, len(ends[0].parts))]
+    folder = known_end(option(command, "--config-path", "-cp") or "config")
+    parts = Path(folder).parts
+    # An absolute path may be one of another machine.
+    ends = [Path(*parts[first:]) for first in range(len(parts) if folder.startswith("/") else 1)]
     ends.append(Path(program_of(command)).parent / folder)
     return [up / end for end in ends for up in Path(path).absolute().parents]
 
@@ -650,13 +644,18 @@ def find_in_repository(path: str, place: str) -> list[Path]:
     return [file for file in found if file.exists()]
 
 
+def known_end(path: str) -> str:
+    """Return the part of a path that is known: behind the last folder that is not, such as one of the environment."""
+    return show_unknown(path).rpartition("$")[2].partition("/")[2] if unknown_names(path) else path
+
+
 def program_of(command: Command) -> str:
     """Return the path of the Python program that a command starts, without its suffix: `verl/trainer/main_ppo`."""
     modules = (following for word, following in itertools.pairwise(command.words) if word == "-m")
     if module := next((name for name in modules if not name.startswith(_LAUNCHERS)), ""):
         return module.replace(".", "/")
     file = next((word for word in command.words if word.endswith(".py")), "")
-    return show_unknown(file).rpartition("$")[2].partition("/")[2].removesuffix(".py") if unknown_names(file) else file[:-3]
+    return known_end(file).removesuffix(".py")
 
 
 def _program_folders(command: Command, path: str) -> list[Path]:

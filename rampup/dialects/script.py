@@ -29,12 +29,13 @@ is that of the nearest file, from the folder of the script upwards.
 from __future__ import annotations
 
 import contextlib
-import copy
+import dataclasses
 import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
 from pathlib import Path
 from types import MappingProxyType
@@ -90,10 +91,10 @@ _OF_MACHINE = ("activate", "conda.sh", ".bashrc", ".profile", ".bash_profile", "
 _STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s")
 # `-c` of a shell, alone or with others, and what stands before a command in an option such as `--wrap=COMMAND`.
 _SHELL_OPTION = re.compile(r"-\w*c")
+_LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 # What every machine sets, and what a match of a regular expression does.
 _ALWAYS = ("HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "UID", "EUID", "USER", "HOME", "LOGNAME", "BASH_REMATCH")
 _SHOWN = 60
-_LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 
 
 class Command(NamedTuple):
@@ -167,9 +168,9 @@ def read_commands(
     `given` are values of variables, which win over the script's own. A quoted word or a here-document that matches `nested` is
     read as another script. Branches that agree in what is `relevant` of some words do not differ.
     """
-    reader = _Reader(Path(path), given, nested, relevant)
-    reader.env |= read_header(text)
-    reader.exported |= reader.env.keys() - {"@"}
+    start = str(Path(path).absolute())
+    variables = {"PWD": "."} | {name: mark(name) for name in _ALWAYS} | read_header(text)
+    reader = _Reader(Path(path), given, nested, relevant, variables | {"@": [start]}, variables.keys(), [(start,)])
     try:
         with contextlib.suppress(_Stop):
             reader.run(parse(RESERVED.sub("?", text), line))
@@ -218,37 +219,35 @@ def _expand_braces(raw: str) -> list[str]:
     return listed[1].split(",") if listed else [raw]
 
 
+@dataclass
 class _Reader:
     """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping.
 
     The variable `@` is the list of the positional parameters, from $0 on.
     """
 
-    def __init__(
-        self, path: Path, given: Mapping[str, str], nested: re.Pattern[str], relevant: Callable[[Sequence[str]], object]
-    ) -> None:
-        self.path = path
-        self.given = given
-        self.nested = nested
-        self.relevant = relevant
-        self.env: dict[str, Any] = {"PWD": ".", "@": [str(path.absolute())]} | {name: mark(name) for name in _ALWAYS}
-        self.exported = {"PWD", *_ALWAYS}  # the variables and functions that another shell sees
-        self.exports_all = False
-        self.asks = True  # whether a positional parameter that is not there may have been given
-        self.places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
-        self.running: list[tuple[Any, ...]] = [(str(path.absolute()),)]  # the scripts that have started each other
-        self.outer: tuple[str, ...] = ()  # the command in whose quotes this stands
-        self.tasks = ""  # how many processes run this, if a launcher says so
-        self.functions: dict[str, Node] = {}
-        self.commands: list[Command] = []
-        self.skipped: list[tuple[str, Sequence[Any]]] = []  # branches that are not taken, and why
-        self.spent = Counter[Any]()  # by all shells: "steps", "scripts", and launches by their place and script
-        self.depth = 0
-        self.why = _Why()  # of the last unknown condition
-        self.left: list[_Left] = []
-        self.locals: dict[str, Any] | None = None  # what the local variables of this function were before it; None outside
-        self.loops = 0  # those around this command in its function: without one, `break` does nothing
-        self.assumed = False  # whether the last status is that of a program, which is taken to succeed
+    path: Path
+    given: Mapping[str, str]
+    nested: re.Pattern[str]
+    relevant: Callable[[Sequence[str]], object]
+    env: dict[str, Any]
+    exported: Set[str]  # the variables and functions that another shell sees
+    running: Sequence[tuple[Any, ...]]  # the scripts that have started each other
+    exports_all: bool = False
+    asks: bool = True  # whether a positional parameter that is not there may have been given
+    places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
+    outer: tuple[str, ...] = ()  # the command in whose quotes this stands
+    tasks: str = ""  # how many processes run this, if a launcher says so
+    functions: dict[str, Node] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    skipped: list[tuple[str, Sequence[Any]]] = field(default_factory=list)  # branches that are not taken, and why
+    spent: Counter[Any] = field(default_factory=Counter)  # of all shells: "steps", "scripts", launches of a script by a line
+    depth: int = 0
+    why: _Why = field(default_factory=_Why)  # of the last unknown condition
+    left: list[_Left] = field(default_factory=list)
+    locals: dict[str, Any] | None = None  # what the local variables of this function were before it; None outside
+    loops: int = 0  # those around this command in its function: without one, `break` does nothing
+    assumed: bool = False  # whether the last status is that of a program, which is taken to succeed
 
     # Control flow.
 
@@ -317,18 +316,6 @@ class _Reader:
                 return None
             return self.env
 
-    def passes_check(self, rows: Sequence[Any]) -> bool:
-        """Evaluate a branch that is taken; return whether it is one that ends with `exit`, and take it back then."""
-        before = dict(self.env)
-        try:
-            self.run(rows)
-        except _Stop as stop:
-            if stop.name != "exit":
-                raise
-            self.env = before
-            return True
-        return False
-
     @contextlib.contextmanager
     def changed(self, **changes: Any) -> Iterator[None]:
         """Change attributes for a part of the script."""
@@ -361,9 +348,8 @@ class _Reader:
 
     def take_left(self, name: str) -> list[_Left]:
         """Return the branches that may have left the innermost loop or function in a way, and forget them."""
-        taken = [left.name == name and (name == "return" or left.level == 1) for left in self.left]
-        found = list(itertools.compress(self.left, taken))
-        self.left = [left for left, is_taken in zip(self.left, taken, strict=True) if not is_taken]
+        found = [left for left in self.left if left.name == name and (name == "return" or left.level == 1)]
+        self.left = [left for left in self.left if left not in found]
         return found
 
     def join_left(self, lefts: Sequence[_Left]) -> None:
@@ -388,9 +374,10 @@ class _Reader:
             case "if" | "case":
                 self.choose(node)
             case _:
-                steps = {"for": self.words_step, "count": self.count_step}
+                if node.kind == "count":
+                    self.arithmetic(node.words[0])
                 with self.changed(loops=self.loops + 1):
-                    self.loop(node, steps.get(node.kind, self.while_step)(node))
+                    self.loop(node)
         return True
 
     def choose(self, node: Node) -> None:
@@ -415,7 +402,15 @@ class _Reader:
                 continue
             whys += [self.why] if met is None else []
             if met and not ends:  # nothing before it may have been taken
-                if not self.passes_check(body) or condition is None:
+                before = dict(self.env)
+                try:
+                    self.run(body)
+                    return
+                except _Stop as stop:
+                    if stop.name != "exit":
+                        raise
+                    self.env = before  # a check, which has passed
+                if condition is None:
                     return
                 continue
             ends.append(self.attempt(body))
@@ -428,17 +423,17 @@ class _Reader:
         more = [f"nor {len(reasons) - 1} more conditions"] if len(reasons) > MAX_REASONS else []
         self.join(ends, _Why(marker, "; ".join([*reasons[: 1 if more else MAX_REASONS], *more])), exhaustive=True)
 
-    def loop(self, node: Node, step: Callable[[], bool | None]) -> None:
-        """Evaluate a loop. `step` prepares a pass; it returns whether there is one, None if that is not known."""
+    def loop(self, node: Node) -> None:
+        """Evaluate a loop to its end, or until its state stays."""
         body = node.parts[-1]
+        passes = self.passes(node)
         endless = _Why("", f"the loop in line {node.line} is not followed to its end")
         outer, self.left = self.left, []
         is_broken = is_long = False
         for number in itertools.count():
             before = dict(self.env)
             is_long |= node.kind != "for" and (number >= MAX_REPEATS or self.spent["steps"] > MAX_STEPS // 8)
-            status = step()
-            if status is False:
+            if (status := next(passes, False)) is False:
                 break
             why = endless if is_long or status else self.why
             if status is None:
@@ -463,51 +458,28 @@ class _Reader:
         self.left = [*outer, *(left._replace(level=left.level - (left.name != "return")) for left in self.left)]
         self.join_left(broken)
 
-    def words_step(self, node: Node) -> Callable[[], bool | None]:
-        """Return the step of a loop over words."""
-        name, *listed = node.words
-        items = [word for raw in listed for part in _expand_braces(raw) for word in self.words(part)]
-        unknown = [item for item in items if has_unknown(item) or "*" in item]
-        rest = iter(items)
-
-        def step() -> bool | None:
-            if unknown:
-                self.assign(name, "", mark(name))
-                said = f"it is not known what the loop over {name} in line {node.line} goes through"
-                self.why = _Why(first_marker(*unknown), said)
-                return None
-            for item in rest:
+    def passes(self, node: Node) -> Iterator[bool | None]:
+        """Prepare each pass of a loop; yield whether there is one, None if that is not known."""
+        if node.kind == "for":
+            name, *listed = node.words
+            items = [word for raw in listed for part in _expand_braces(raw) for word in self.words(part)]
+            unknown = [item for item in items if has_unknown(item) or "*" in item]
+            said = f"it is not known what the loop over {name} in line {node.line} goes through"
+            for item in itertools.repeat(mark(name)) if unknown else items:
                 self.assign(name, "", item)
-                return True
-            return False
-
-        return step
-
-    def count_step(self, node: Node) -> Callable[[], bool | None]:
-        """Return the step of `for ((first; condition; next))`."""
-        self.arithmetic(node.words[0])
-        numbers = itertools.count()
-
-        def step() -> bool | None:
-            if next(numbers):
-                self.arithmetic(node.words[2])
+                self.why = _Why(first_marker(*unknown), said) if unknown else self.why
+                yield None if unknown else True
+            return
+        while node.kind == "count":
             value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-            self.why = _Why(
-                first_marker(value), f"it is not known whether (({node.words[1].strip()})) holds (line {node.line})"
-            )
-            return None if has_unknown(value) else value != "0"
-
-        return step
-
-    def while_step(self, node: Node) -> Callable[[], bool | None]:
-        """Return the step of `while` or `until`. Where no arguments are given, a loop over them does nothing."""
-
-        def step() -> bool | None:
-            with self.changed(asks=False):
+            said = f"it is not known whether (({node.words[1].strip()})) holds (line {node.line})"
+            self.why = _Why(first_marker(value), said)
+            yield None if has_unknown(value) else value != "0"
+            self.arithmetic(node.words[2])
+        while True:
+            with self.changed(asks=False):  # where no arguments are given, a loop over them does nothing
                 status = self.condition(node.parts[0])
-            return status if status is None else status is not (node.kind == "until")
-
-        return step
+            yield status if status is None else status is not (node.kind == "until")
 
     # Commands.
 
@@ -791,16 +763,13 @@ class _Reader:
 
     def shell(self, text: str, line: int | None, own: dict[str, str], arguments: list[str], **changes: Any) -> None:
         """Evaluate a text in another shell, which sees what is exported and the variables of its `own`."""
-        shell = copy.copy(self)
-        shell.env = {name: value for name, value in self.env.items() if name in self.exported} | own | {"@": arguments}
-        shell.exported = self.exported | own.keys()
-        shell.functions = {name: body for name, body in self.functions.items() if name in self.exported}
-        shell.exports_all = False
-        shell.left = []
-        shell.asks = False
-        vars(shell).update(changes)
+        changes |= {
+            "env": {name: value for name, value in self.env.items() if name in self.exported} | own | {"@": arguments},
+            "exported": self.exported | own.keys(),
+            "functions": {name: body for name, body in self.functions.items() if name in self.exported},
+        }
         with contextlib.suppress(_Stop):
-            shell.script(text, line)
+            dataclasses.replace(self, **({"asks": False} | changes), exports_all=False, left=[]).script(text, line)
 
     def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
         """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
@@ -853,13 +822,11 @@ class _Reader:
         if word.startswith("<("):
             raise ConfigError(f"what {show_unknown(word)} prints is not known")
         # The working directory may be one of another machine.
-        pwd, found = self.folder, list[tuple[str, str]]()
         parents = list(map(str, self.path.absolute().parents))
-        for directory in dict.fromkeys(("." if has_unknown(pwd) else pwd, ".")):
-            for up in parents:
-                start = os.path.normpath(os.path.join(up, directory))
-                file = os.path.normpath(os.path.join(start, word))
-                found += [(file, start)] if not has_unknown(word) and os.path.isfile(file) else []
+        folders = ("." if has_unknown(self.folder) else self.folder, ".")
+        starts = [os.path.normpath(os.path.join(up, folder)) for folder in folders for up in parents]
+        files = [(os.path.normpath(os.path.join(start, word)), start) for start in starts]
+        found = [row for row in files if not has_unknown(word) and os.path.isfile(row[0])]
         running = {row[0] for row in self.running}
         if found:
             return *min(found, key=lambda row: row[0] in running), ""
@@ -1070,18 +1037,9 @@ class _Reader:
             if given is None and node is nodes[0] and words[0] in READERS:
                 return None  # it reads a file, or what the script was given
             text = text if given is None else given
-            printed: str | None
-            if words[0] in ("expr", "bc"):
-                expression = " ".join(words[1:]) if words[0] == "expr" else text.strip()
-                is_plain = re.fullmatch(r"[\s\d()*/%+-]+", MARKER.sub("1", expression)) and (
-                    words[0] == "expr" or len(words) == 1
-                )
-                printed = self.evaluate(expression) if is_plain else None
-            elif words[0] in ("echo", "cat") or not any(map(has_unknown, (*words, text))):
-                printed = print_output(words, text)
-            else:
+            if words[0] not in ("echo", "cat") and any(map(has_unknown, (*words, text))):
                 return None
-            if printed is None:
+            if (printed := print_output(words, text)) is None:
                 return None
             text = printed
         return text

@@ -12,7 +12,7 @@ from functools import partial
 from rampup.dialects.unknown import ARGUMENT, MARKER, has_unknown
 
 MAX_NUMBERS = 1000
-READERS = ("wc", "tr", "xargs", "cut", "awk")  # programs that print what they make of their input
+READERS = ("wc", "tr", "cut", "awk")  # programs that print what they make of their input
 _CUT = re.compile(r"-d ?(.) -f ?(\d+)")
 _AWK = re.compile(r"(?:-F ?(.) )?\{ ?print (\$[1-9]|\$?NF) ?\}")
 # Classes of characters in a regular expression, and what Python might search for long.
@@ -214,8 +214,6 @@ def print_output(words: Sequence[str], text: str) -> str | None:
             return text.replace(drop, "")
         case "tr", [old, new] if len(old) == 1 or old == "\\n":
             return text.replace(old.replace("\\n", "\n"), new.replace("\\n", "\n")[:1])
-        case "xargs", []:
-            return " ".join(text.split()) + "\n"
         case (("cut" | "awk"), _):
             return _print_field(_CUT if name == "cut" else _AWK, rest, text)
     return None

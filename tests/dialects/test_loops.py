@@ -66,7 +66,7 @@ SCRIPTS = {
     "a document for bash": ("N=4\nbash <<EOF\nrun $N\nEOF\nbash -s <<'EOF'\nN=3\nrun $N.\nEOF", ""),
     "lines of a text": ("mapfile -t A <<< $'a b\\nc'\nrun \"${A[@]}\" ${#A[@]}", ""),
     "number of devices": ("export D=0,1,2,3\nrun $(echo $D | tr ',' '\\n' | wc -l) $(echo $D | awk -F, '{print NF}') $(awk -F ',' '{ print NF }' <<< \"$D\")", ""),
-    "cut and expr": ("A=v5p-128; run $(echo $A | cut -d- -f2) $(expr $(echo \"$A\" | cut -d '-' -f 2) / 2) $(expr 3 \\* 4 + 1)", ""),
+    "cut": ("A=v5p-128; run $(echo $A | cut -d- -f2) $(echo \"$A\" | cut -d '-' -f 1)", ""),
     "printf": ("run $(printf '%d-%s' 4 x) $(printf '%03d' 7) \"$(printf 'a b\\n')\" `echo 1 2`", ""),
     "grep of a known text": ('M=llama-70b; if echo "$M" | grep -q 70b; then T=8; else T=4; fi; if echo $M | grep -qi LLAMA; then U=1; fi; run $T $U', ""),
     "regular expressions": ('A=v5p-128; if [[ $A =~ ^v[0-9]p-([0-9]+)$ ]]; then B=1; fi; if [[ 12 =~ ^[[:digit:]]+$ && ! x =~ ^[0-9] ]]; then C=1; fi; run $B $C', ""),
