@@ -114,10 +114,7 @@ def _path(source: Source) -> str | None:
 
 
 def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return the systems of which a source sets several keys, with these, the best first.
-
-    What starts a system says most; keys that many systems have say nothing.
-    """
+    """Return the systems that a source starts or of which it sets several keys, with these keys, the best first."""
     found: list[tuple[bool, str, list[str]]] = []
     for system in SYSTEMS:
         launch = load_dialect(system).launch
@@ -137,19 +134,13 @@ def load_dialect(system: str) -> Dialect:
 
 
 def to_rampup(verdict: Verdict) -> str:
-    """Return rampup's configuration of the run that a verdict is about, as YAML, or refuse one that it cannot express.
-
-    Keys that it does not set have rampup's defaults. A comment names each key of the file that has no counterpart.
-    """
+    """Return rampup's configuration of a verdict's run, as YAML with a comment on each key that it does not express."""
     from rampup.config.files import yaml_value
 
     conversion = verdict.conversion
     if conversion is None:
-        raise ConfigError(
-            f"a {verdict.system} file cannot be converted: rampup's configuration is for pre-training; write its sizes in "
-            "the keys of configs/rl.yml",
-            key="to",
-        )
+        said = f"a {verdict.system} file cannot be converted: rampup's configuration is for pre-training"
+        raise ConfigError(f"{said}; write its sizes in the keys of configs/rl.yml", key="to")
     if conversion.refusal is not None:
         raise ConfigError(f"the file cannot be converted: {conversion.refusal}", key="to")
     name = load_dialect(verdict.system).launch.system

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -174,7 +174,7 @@ class _Rollout(_Target):
         return {f"{group}.{name}_parallel_size": size for name, size in sizes.items()}
 
 
-def _export_maxtext_rl(rollout: _Rollout) -> Exported:
+def _to_maxtext_rl(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
     rollout.require(plan.critic is None, "enable_critic", "its GRPO learner has no critic; set enable_critic=false")
     rollout.require(not plan.policy_updates.padded_samples, "pad_microbatches", "it does not pad mini batches")
@@ -206,7 +206,7 @@ def _export_maxtext_rl(rollout: _Rollout) -> Exported:
     return Exported(values=keys, facts=facts)
 
 
-def _export_verl(rollout: _Rollout) -> Exported:
+def _to_verl(rollout: _Rollout) -> Exported:
     plan = rollout.plan
     config = rollout.config
     actor = "actor_rollout_ref.actor"
@@ -258,7 +258,7 @@ def _export_verl(rollout: _Rollout) -> Exported:
     return Exported(values=values)
 
 
-def _export_skyrl(rollout: _Rollout) -> Exported:
+def _to_skyrl(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
     rollout.require_replicas()
     policy, critic = plan.policy_updates, plan.critic_updates
@@ -307,7 +307,7 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
     return Exported(values=values, notes=notes)
 
 
-def _export_trlx(rollout: _Rollout) -> Exported:
+def _to_trlx(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
     d = plan.policy.data_parallel_size
     rollout.require(plan.samples_per_prompt == 1, "rl.num_generations", "PPO generates one response per prompt; set it to 1")
@@ -335,12 +335,7 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     return Exported(values=values, facts={"num_processes": d}, notes=notes)
 
 
-EXPORTS: Mapping[str, Callable[[_Rollout], Exported]] = {
-    "maxtext_rl": _export_maxtext_rl,
-    "verl": _export_verl,
-    "skyrl": _export_skyrl,
-    "trlx": _export_trlx,
-}
+EXPORTS = {"maxtext_rl": _to_maxtext_rl, "verl": _to_verl, "skyrl": _to_skyrl, "trlx": _to_trlx}
 
 
 def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
@@ -419,7 +414,7 @@ class _Run(_Target):
             yield f"AdamW's constants follow the batch in the plan (batch_scaling={self.config.batch_scaling}), not in {name}."
 
 
-def _export_maxtext(run: _Run) -> Exported:
+def _to_maxtext(run: _Run) -> Exported:
     """Return MaxText's keys. Its ramp knows no accumulation, so that every batch of a ramp is one pass."""
     plan = run.plan
     config = run.config
@@ -493,7 +488,7 @@ def _export_maxtext(run: _Run) -> Exported:
     return Exported(values=values, facts={"num_devices": devices}, notes=tuple(notes))
 
 
-def _export_megatron(run: _Run) -> Exported:
+def _to_megatron(run: _Run) -> Exported:
     """Return Megatron's arguments, with a step schedule in tokens, as its trainer passes the sequence length."""
     plan, config = run.plan, run.config
     micro = run.microbatch()
@@ -549,7 +544,7 @@ def _legacy_ramp(ramp: BatchRamp) -> LinearRamp | None:
     return found if least < most and found.as_run() == _rows(ramp) else None
 
 
-def _export_levanter(run: _Run) -> Exported:
+def _to_levanter(run: _Run) -> Exported:
     """Return Levanter's keys. Its schedule counts optimizer steps, as the phases do."""
     plan, splitter = run.plan, run.plan.splitter
     run.require_axes("tensor")
@@ -572,7 +567,7 @@ def _export_levanter(run: _Run) -> Exported:
     return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps",))))
 
 
-def _export_olmo_core(run: _Run) -> Exported:
+def _to_olmo_core(run: _Run) -> Exported:
     """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole factors and between whole batches."""
     plan, length = run.plan, run.config.max_target_length
     run.require_axes("tensor", "context", "pipeline")
@@ -605,11 +600,6 @@ def _export_olmo_core(run: _Run) -> Exported:
     return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps", "tokens"), scaling="sqrt")))
 
 
-PLAN_EXPORTS: Mapping[str, Callable[[_Run], Exported]] = {
-    "maxtext": _export_maxtext,
-    "megatron": _export_megatron,
-    "levanter": _export_levanter,
-    "olmo_core": _export_olmo_core,
-}
+PLAN_EXPORTS = {"maxtext": _to_maxtext, "megatron": _to_megatron, "levanter": _to_levanter, "olmo_core": _to_olmo_core}
 NAMES = {"maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}
 NAMES |= {"maxtext": "MaxText", "megatron": "Megatron-LM", "levanter": "Levanter", "olmo_core": "OLMo-core"}

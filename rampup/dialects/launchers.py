@@ -53,10 +53,7 @@ def read_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
-    """Return how many processes `srun` or `mpirun` starts; empty if no such word is there, or its number is not known.
-
-    `variable` returns the value of a variable of the job, or nothing.
-    """
+    """Return how many processes `srun` or `mpirun` starts; empty without such a word, or if its number is not known."""
     names = [word.rpartition("/")[2] for word in words]
     place = next((place for place, name in enumerate(names) if name in _STARTERS), None)
     if place is None:

@@ -221,10 +221,8 @@ def _find_mappings(located: Mapping[str, Located], entries: Mapping[str, Entry])
     for name, entry in located.items():
         parents = [name[:at] for at in range(len(name)) if name[at] == "."]
         found |= {parent: entry for parent in parents if parent in entries and parent not in located}
-    return [
-        ConfigError(f"{name} is a mapping; it must be {entries[name].key.expected}", key=name, path=entry.path, line=entry.line)
-        for name, entry in found.items()
-    ]
+    said = {name: f"{name} is a mapping; it must be {entries[name].key.expected}" for name in found}
+    return [ConfigError(said[name], key=name, path=entry.path, line=entry.line) for name, entry in found.items()]
 
 
 def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> Iterator[ConfigError]:
@@ -515,9 +513,9 @@ def read_hydra(
     notes = [*settings.notes, *version.notes]
     if reading.command is None and known_keys is not None:
         groups = {name.partition(".")[0] for name in known_keys.lives}
-        own = {name: at for name, at in reading.leaves.items() if known_keys.life(name) is None and name not in launch.entries}
-        if own := {name: at for name, at in own.items() if name.partition(".")[0] in groups and "." in name}:
-            named = ", ".join(with_lines(own)[:4])
+        own = {name: at for name, at in reading.leaves.items() if "." in name and name.partition(".")[0] in groups}
+        own = {name: at for name, at in own.items() if known_keys.life(name) is None and name not in launch.entries}
+        if named := ", ".join(with_lines(own)[:4]):
             notes.append(f"no version of {launch.system} has {named}: a fork's, or another trainer's, whose rules may differ.")
     if bases.named:
         notes.append(f"{', '.join(bases.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
@@ -540,14 +538,9 @@ def looked_up(reading: Reading, beside: Mapping[str, Located] = MappingProxyType
     if reading.command is None or SEARCH_PATH in reading.leaves:
         return {}
     answered = {setting.partition("=")[0].lstrip("+") for setting in reading.overrides}
-    return {
-        name: value
-        for name, value in reading.leaves.items()
-        if name not in {*reading.written("+", "++", "~"), *answered, *beside}
-        and "." in name
-        and not name.startswith("hydra.")
-        and not {"@", "/"} & {*name}
-    }
+    found = reading.leaves.keys() - reading.written("+", "++", "~") - answered - beside.keys()
+    is_key = re.compile(r"(?!hydra\.)[^@/]*\.[^@/]*")
+    return {name: value for name, value in reading.leaves.items() if name in found and is_key.fullmatch(name)}
 
 
 class _BaseFiles:

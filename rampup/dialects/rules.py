@@ -28,10 +28,7 @@ _MAX_RATIO = 16
 
 
 class Job:
-    """The numbers that follow from a file, by that system's own formulas.
-
-    A dialect's subclass computes them in `__init__`, from top to bottom. Rules, words and the verdict read them.
-    """
+    """The numbers that follow from a file, by that system's own formulas, which a subclass computes in `__init__`."""
 
     usable: bool = True  # whether all counts are positive and every model has a replica; else most numbers are not computed
     version: str = ""  # the version of the system whose rules the job has, and how to choose another
@@ -230,18 +227,17 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     names = {rule.name for rule in broken}
     divisions = [rule.division(job) for rule in dialect.rules if rule.division is not None and rule.when(job)] if broken else []
 
-    def violation(rule: Rule[Any]) -> Violation:
+    def attempts(rule: Rule[Any]) -> Iterator[tuple[str, Iterable[Any]]]:
         own = () if rule.candidates is None else rule.candidates(job)
-        tolerated, first = names - {rule.name}, rule.keys[0]
-        nearest = _nearest_values(dialect, job, rule, first, own or (), tolerated)
-        for key in rule.keys if own is not None and not nearest else ():
+        yield rule.keys[0], own or ()
+        for key in rule.keys if own is not None else ():
             if dialect.launch.entries[key].key.kind == "int":
                 own_division = () if rule.division is None else (rule.division(job),)
-                tried = whole_numbers(job.effective(key), own_division, divisions)
-                nearest = _nearest_values(dialect, job, rule, key, tried, tolerated)
-            if nearest:
-                first = key
-                break
+                yield key, whole_numbers(job.effective(key), own_division, divisions)
+
+    def violation(rule: Rule[Any]) -> Violation:
+        found = ((key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name})) for key, tried in attempts(rule))
+        first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
         ordered = (first, *(key for key in rule.keys if key != first))
         message = rule.message(job)
         words = {True: "true", False: "false", None: "null"}

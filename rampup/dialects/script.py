@@ -45,7 +45,6 @@ from rampup.config.yaml import Located, read_text
 from rampup.dialects.launchers import Machine, count_tasks, read_header, read_options
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
 from rampup.dialects.shell_values import (
-    READERS,
     VARIABLE,
     Test,
     apply_sign,
@@ -95,6 +94,9 @@ _LONG_OPTION = re.compile(r"^--[\w-]+=(?=\S+\s)")
 # What every machine sets, and what a match of a regular expression does.
 _ALWAYS = ("HOSTNAME", "HOSTTYPE", "OSTYPE", "MACHTYPE", "UID", "EUID", "USER", "HOME", "LOGNAME", "BASH_REMATCH")
 _SHOWN = 60
+
+
+_Relevant = Callable[[Sequence[str]], object]
 
 
 class Command(NamedTuple):
@@ -159,8 +161,7 @@ def read_commands(
     path: str | Path,
     given: Mapping[str, str],
     nested: re.Pattern[str],
-    *,
-    relevant: Callable[[Sequence[str]], object] = tuple,
+    relevant: _Relevant = tuple,
     line: int | None = None,
 ) -> list[Command]:
     """Return the commands that a script would run, in order, or refuse what is no shell script.
@@ -221,15 +222,13 @@ def _expand_braces(raw: str) -> list[str]:
 
 @dataclass
 class _Reader:
-    """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping.
-
-    The variable `@` is the list of the positional parameters, from $0 on.
-    """
+    """Evaluates nodes."""
 
     path: Path
     given: Mapping[str, str]
     nested: re.Pattern[str]
-    relevant: Callable[[Sequence[str]], object]
+    relevant: _Relevant
+    # Variables: texts, or lists for arrays. `NAME[key]` is an item of a mapping, and `@` the positional parameters from $0 on.
     env: dict[str, Any]
     exported: Set[str]  # the variables and functions that another shell sees
     running: Sequence[tuple[Any, ...]]  # the scripts that have started each other
@@ -391,9 +390,8 @@ class _Reader:
                 met: bool | None = any(fnmatchcase(subject, text) for text in texts)
                 if any(map(has_unknown, (subject, *texts))) and "*" not in texts:
                     met = None
-                    self.why = _Why(
-                        first_marker(subject, *texts), f"it is not known what {node.words[0]} is (line {node.line})"
-                    )
+                    reason = f"it is not known what {node.words[0]} is (line {node.line})"
+                    self.why = _Why(first_marker(subject, *texts), reason)
             else:
                 met = True if condition is None else self.condition(condition)
             if met is False:
@@ -633,10 +631,7 @@ class _Reader:
         return True
 
     def getopts(self, letters: str, name: str, arguments: list[str]) -> bool | None:
-        """Evaluate a call of `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it.
-
-        Source: POSIX.1-2024.
-        """
+        """Evaluate a call of POSIX's `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it."""
         given = arguments or self.env["@"][1:]
         index = self.text("${OPTIND:-1}")
         word = given[int(index) - 1] if index.isdecimal() and 0 < int(index) <= len(given) else ""
@@ -710,9 +705,8 @@ class _Reader:
         if name != "read":
             self.assign(names[0], "", text.splitlines())
             return True
-        fields = split_fields(
-            text.partition("\n")[0] if ends else text, values.get("IFS", self.env.get("IFS")), 0 if is_list else len(names)
-        )
+        line = text.partition("\n")[0] if ends else text
+        fields = split_fields(line, values.get("IFS", self.env.get("IFS")), 0 if is_list else len(names))
         for number, word in enumerate(names):
             self.assign(word, "", fields if is_list else fields[number] if number < len(fields) else "")
         return True
@@ -956,10 +950,7 @@ class _Reader:
         return [word for raw in node.words for word in self.words(raw)] if node.kind == "command" else []
 
     def text(self, raw: str, *, empty: bool = False, quoted: bool = False) -> str:
-        """Return a raw word, or the inside of double quotes, as one text, without splitting it.
-
-        Variables that nothing sets are empty in a test (`empty`), but not among the words of a command.
-        """
+        """Return a raw word, or the inside of double quotes, as one text; in a test, what nothing sets is `empty`."""
         pieces = self.pieces(raw, quoted=quoted)
         text = "".join(" ".join(part) if isinstance(part, list) else part for part, _ in pieces)
         return drop_unset(text) if empty else text
@@ -1028,20 +1019,17 @@ class _Reader:
         if len(raw) == 2 and raw[0][:2] == ["scontrol", "show"] and raw[1] == ["wc", "-l"]:  # the nodes of the job
             number = self.get("SLURM_NNODES")
             return None if has_unknown(number) else str(number)
-        text = ""
+        text: str | None = None
         for node in nodes:
             words = self.expanded(node)
             if not words or words[0] in self.functions:
                 return None
             given = self.input(node.parts, empty=False)
-            if given is None and node is nodes[0] and words[0] in READERS:
-                return None  # it reads a file, or what the script was given
             text = text if given is None else given
-            if words[0] not in ("echo", "cat") and any(map(has_unknown, (*words, text))):
+            if words[0] not in ("echo", "cat") and any(map(has_unknown, (*words, text or ""))):
                 return None
-            if (printed := print_output(words, text)) is None:
+            if (text := print_output(words, text)) is None:
                 return None
-            text = printed
         return text
 
     def parameter(self, body: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 import re
 from dataclasses import dataclass
@@ -40,10 +39,7 @@ class Node(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, line: int | None = None) -> list[Any]:
-    """Return the (connector, negated, commands of a pipe) rows of a script; `line` is that of all, if the text has none.
-
-    A quote or a compound command that does not end raises ValueError or IndexError.
-    """
+    """Return the (connector, negated, commands of a pipe) rows of a script; ValueError or IndexError if it does not end."""
     return Parser(text, line).script()
 
 
@@ -54,7 +50,6 @@ class Parser:
         self.text = text
         self.at = 0
         self.line = line  # of all nodes, if the text has none
-        self.newlines = [match.start() for match in re.finditer("\n", self.text)]
         self.documents: list[Document] = []  # those that begin in the next line
 
     def script(self) -> list[Any]:
@@ -101,36 +96,31 @@ class Parser:
             raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
         return token
 
+    def take(self, *tokens: str) -> str:
+        """Return the next word and go on if it is one of some; otherwise nothing."""
+        return self.next() if self.peek() in tokens else ""
+
     def skip(self, *tokens: str) -> None:
         """Go on behind some words."""
-        while self.peek() in tokens:
-            self.next()
+        while self.take(*tokens):
+            pass
 
-    def here(self) -> int:
-        """Return the line of the next word."""
-        return self.here_at(self.at)
-
-    def here_at(self, at: int) -> int:
-        """Return the line of a place in the text."""
-        return bisect.bisect_left(self.newlines, at) + 1 if self.line is None else self.line
+    def here(self, at: int | None = None) -> int:
+        """Return the line of the next word, or of a place in the text."""
+        return self.text.count("\n", 0, self.at if at is None else at) + 1 if self.line is None else self.line
 
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
         rows, connector = [], ""
         while token := self.peek():
-            if token in (";", "&", "\n"):
-                self.next()
-            elif token in ("&&", "||"):
-                connector = self.next()
-            elif token in _ENDS:
+            if token in _ENDS:
                 break
-            else:
-                negated = token == "!"
-                if negated:
-                    self.next()
+            if token in ("&&", "||"):
+                connector = self.next()
+            elif not self.take(";", "&", "\n"):
+                negated = bool(self.take("!"))
                 pipe = [self.command()]
-                while self.peek() in ("|", "|&"):
-                    self.next()
+                while self.take("|", "|&"):
                     self.skip("\n")
                     pipe.append(self.command())
                 rows.append((connector, negated, pipe))
@@ -171,8 +161,7 @@ class Parser:
             else:
                 kind, words = "for", [self.next(), '"$@"']
                 self.skip("\n")
-                if self.peek() == "in":
-                    self.next()
+                if self.take("in"):
                     del words[1:]
                     while self.peek() not in ("", ";", "\n"):
                         words.append(self.next())
@@ -189,14 +178,11 @@ class Parser:
                     if token not in ("|", "("):
                         patterns.append(token)
                 parts.append((patterns, self.rows()))
-                if self.peek() in (";;", ";&", ";;&"):
-                    self.next()
-                self.skip("\n")
+                self.skip(";;", ";&", ";;&", "\n")
             self.expect("esac")
         elif kind == "function":
             words = [self.next()]
-            if self.peek() == "(":
-                self.next()
+            if self.take("("):
                 self.expect(")")
             self.skip("\n")
             parts = [self.command()]
@@ -241,7 +227,7 @@ class Parser:
         # Where the last word ends, or before a last word that is only the blank behind a backslash.
         end -= len(node.words[-1]) if node.words and not node.words[-1].strip("\\ \t") else 0
         cut = _CUT.match(self.text, end)
-        return node._replace(cut=self.here_at(end)) if cut else node
+        return node._replace(cut=self.here(end)) if cut else node
 
     def redirect(self, documents: list[Any]) -> bool:
         """Drop a redirection, but add a here-document or a here-string; return whether there was one."""

@@ -12,7 +12,7 @@ from functools import partial
 from rampup.dialects.unknown import ARGUMENT, MARKER, has_unknown
 
 MAX_NUMBERS = 1000
-READERS = ("wc", "tr", "cut", "awk")  # programs that print what they make of their input
+_READERS = ("wc", "tr", "cut", "awk")  # programs that print what they make of their input
 _CUT = re.compile(r"-d ?(.) -f ?(\d+)")
 _AWK = re.compile(r"(?:-F ?(.) )?\{ ?print (\$[1-9]|\$?NF) ?\}")
 # Classes of characters in a regular expression, and what Python might search for long.
@@ -39,9 +39,8 @@ _TOKEN = re.compile(rf"{MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{VARIABLE.pattern}
 def compile_expression(text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]) -> Callable[[], int]:
     """Return the function that evaluates an arithmetic expression whose expansions with `$` are done.
 
-    It is made of functions without arguments, so that a side of a condition that is not taken does not happen. `variable` gets
-    a match of `VARIABLE` and the value to assign, and returns the value of the expression that it is. What is no expression
-    raises ValueError or IndexError.
+    Its parts are functions too, so that a side of a condition that is not taken does not happen. `variable` gets a match of
+    `VARIABLE` and the value to assign, and returns the value of that expression.
     """
     tokens = [*(match[0] for match in _TOKEN.finditer(text)), ""]
 
@@ -189,9 +188,12 @@ def split_fields(line: str, separators: str | None, count: int) -> list[str]:
     return re.split(f"[{re.escape(separators or '')}]", line, maxsplit=max(count - 1, 0))
 
 
-def print_output(words: Sequence[str], text: str) -> str | None:
-    """Return what a program prints for an input, both known; None if that is not known here."""
+def print_output(words: Sequence[str], given: str | None) -> str | None:
+    """Return what a program prints for what a script gives it to read, both known; None if that is not known here."""
     name, *rest = words
+    if given is None and name in _READERS:  # it reads a file, or what the script was given
+        return None
+    text = given or ""
     match name, rest:
         case "cat", []:
             return text
