@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - files and summaries are in one line
-"""Tests of `rampup check` on the command line, and of the system that a file belongs to."""
+"""Tests of `rampup check` on the command line, of the system that a file belongs to, and of its conversion."""
 
 import itertools
 import json
@@ -14,8 +14,9 @@ from helpers.dialect_files import cases, check_nearest, expect, nested, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rampup import build_plan, load_config
 from rampup.cli import main
-from rampup.dialects import SYSTEMS, check_file, load_dialect, write_conversion
+from rampup.dialects import SYSTEMS, check_file, load_dialect, to_rampup, write_conversion
 from rampup.errors import ConfigError, RampupError
 
 VALID = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 2}
@@ -77,19 +78,14 @@ def test_check_file_recognizes_another_system(asked, real):
 
 
 FOREIGN = {
-    "TRL": ["per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\neval_steps: 100\nbeta: 0.01\n",
-            "accelerate launch grpo.py --per_device_train_batch_size 4 --num_generations 8\n",
-            "trl sft --model_name_or_path x --per_device_train_batch_size 1\n"],
+    "TRL": ["per_device_train_batch_size: 8\ngradient_accumulation_steps: 2\neval_steps: 100\nbeta: 0.01\n", "accelerate launch grpo.py --per_device_train_batch_size 4 --num_generations 8\n", "trl sft --model_name_or_path x --per_device_train_batch_size 1\n"],
     "the Hugging Face Trainer": ["torchrun --nproc_per_node 8 run_clm.py --per_device_train_batch_size 4 --eval_steps 10\n"],
     "accelerate": ["compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n"],
     "DeepSpeed": ['{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}'],
     "axolotl": ["base_model: m\ndatasets:\n  - path: d\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\n"],
     "LLaMA-Factory": ["stage: sft\nfinetuning_type: lora\nper_device_train_batch_size: 1\n"],
     "OpenRLHF": ["python3 -m openrlhf.cli.train_ppo_ray --micro_train_batch_size 8 --rollout_batch_size 1024\n"],
-    "EasyR1": [
-        "python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=8\n",
-        "data:\n  rollout_batch_size: 512\nworker:\n  actor:\n    global_batch_size: 128\n",
-    ],
+    "EasyR1": ["python3 -m verl.trainer.main config=examples/config.yaml worker.rollout.n=8\n", "data:\n  rollout_batch_size: 512\nworker:\n  actor:\n    global_batch_size: 128\n"],
     "slime": ["python3 train.py --num-rollout 9 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256\n"],
     "NeMo-RL": ["grpo:\n  num_prompts_per_step: 32\npolicy:\n  train_global_batch_size: 512\n"],
     "torchtitan": ["torchrun --nproc_per_node=8 -m torchtitan.train --training.global_batch_size 8\n"],
@@ -107,10 +103,8 @@ def test_files_of_systems_without_rules_are_named_and_refused(capsys, tmp_path, 
     path.write_text(text)
     code, found = run_json(capsys, "check", str(path), *([] if asked is None else ["--from", asked]))
     assert (code, found["error"]["key"]) == (2, "from")
-    assert (
-        f"this is a file of {system}, which rampup cannot check; it reads files and launch scripts of MaxText"
-        in found["error"]["message"]
-    )
+    said = f"this is a file of {system}, which rampup cannot check; it reads files and launch scripts of MaxText"
+    assert said in found["error"]["message"]
 
 
 @pytest.mark.parametrize("system", ["skyrl", "verl", "trlx", "maxtext_rl"])
@@ -146,7 +140,7 @@ def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
     assert "must not be the source file" in capsys.readouterr().err
     path = file(VALID)  # a run of reinforcement learning is not converted
     before = Path(path).read_text()
-    with pytest.raises(RampupError):
+    with pytest.raises(ConfigError, match=r"configs/rl\.yml"):
         write_conversion(check_file(path, "skyrl"), path, source=path)
     assert Path(path).read_text() == before
 
@@ -268,3 +262,84 @@ def test_all_shows_every_phase(capsys, file):
     short, long = ((main(["check", path, "--from", "megatron", *more]), capsys.readouterr().out)[1] for more in ([], ["--all"]))
     assert "106 phases are folded; --all shows them" in short
     assert len(long.splitlines()) - len(short.splitlines()) == 106 - 2
+
+
+def read_back(tmp_path, result):
+    """Write the conversion and plan it again."""
+    path = tmp_path / "converted.yml"
+    path.write_text(to_rampup(result))
+    return build_plan(load_config(path))
+
+
+@pytest.mark.parametrize(
+    ("system", "case"),
+    [(system, case) for system in ("maxtext", "megatron") for case in cases(f"ramp_{system}")],
+    ids=lambda value: value if isinstance(value, str) else value["name"],
+)
+def test_convert_keeps_ramps(tmp_path, system, case):
+    """The plan and phases of every reference case are equal, with accumulation; MaxText's ramp of fractions is refused."""
+    mesh = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1} if system == "maxtext" else {}
+    name = "num_devices" if system == "maxtext" else "data_parallel_size"
+    result = verdict(system, {**case["config"], **mesh}, f"{name}={case[name]}")
+    if result.plan is None:
+        assert system == "maxtext"
+        with pytest.raises(ConfigError, match="whole number of samples"):
+            to_rampup(result)
+        return
+    plan = read_back(tmp_path, result)
+    assert plan == result.plan
+    assert tuple(plan.phase_rows()) == result.phases
+
+
+BASE = {"global_batch_size": 64, "micro_batch_size": 1}
+PP, CP, CHUNKS = "pipeline_model_parallel_size", "context_parallel_size", "virtual_pipeline_model_parallel_size"
+PIPELINES = {
+    "constant pipeline": {"global_batch_size": 80, "micro_batch_size": 2, PP: 4},
+    "ramp in a pipeline": BASE | {"global_batch_size": 128, PP: 4, "rampup_batch_size": "32 32 999"},
+    "interleaved": BASE | {"rampup_batch_size": [32, 32, 500], PP: 4, CHUNKS: 2, CP: 2, "num_layers": 16},
+    "decreased": BASE | {"micro_batch_size": 4, "rampup_batch_size": "48 8 600", "decrease_batch_size_if_needed": True},
+    "unsorted": {"step_batch_size_schedule": "100:64 0:32", "micro_batch_size": 1, "seq_length": 4},
+}
+
+
+@pytest.mark.parametrize("config", PIPELINES.values(), ids=PIPELINES)
+def test_convert_keeps_megatron_pipelines_and_roundings(tmp_path, config):
+    """One pass of any number of microbatches, growing multiples of the stages, and rounded sizes."""
+    result = verdict("megatron", config, "data_parallel_size=8")
+    assert result.ok
+    plan = read_back(tmp_path, result)
+    ramp = [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in plan.ramp.phases]
+    assert ramp == result.derived["ramp_phases"]
+    assert [split.num_microbatches for split in plan.splits] == result.derived["num_microbatches"]
+    if result.phases is not None:
+        assert plan.phase_rows() == [dict(row) for row in result.phases]
+
+
+def test_convert_keeps_a_maxtext_pipeline(tmp_path):
+    """Stages, repeats, microbatches, accumulation and evaluation."""
+    config = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "num_pipeline_microbatches": 8}
+    config |= {"per_device_batch_size": 4, "gradient_accumulation_steps": 2, "eval_interval": 5}
+    result = verdict("maxtext", config, "num_devices=8")
+    plan = read_back(tmp_path, result)
+    assert plan == result.plan
+    (row,) = plan.phase_rows()
+    names = ("accumulation_steps", "num_pipeline_microbatches", "num_repeats", "microbatch_size")
+    assert [row[name] for name in names] == [2, 8, 4, 2]
+    assert plan.eval_split is not None
+
+
+def test_convert_comments_each_key_without_a_counterpart():
+    """Keys that are not converted are named in one comment each; a line break in a name cannot write a line of its own."""
+    config = {"per_device_batch_size": 2, "quantization": "int8", "attention": "flash", "learning_rate": 0.1, "x\nsteps": 1}
+    text = to_rampup(verdict("maxtext", config, "num_devices=4"))
+    for name in ("quantization", "attention", "learning_rate", "x?steps"):
+        assert text.count(f"\n# {name}: ") == 1
+    assert "learning_rate: not converted; rampup has a key of this name" in text
+    assert {"per_device_batch_size": 2, "steps": 150_001}.items() <= yaml.safe_load(text).items()
+
+
+def test_convert_refuses_a_growing_pipeline_of_uneven_microbatches():
+    """Rampup's pipeline grows in multiples of its stages; the error names the first number that is not one."""
+    config = BASE | {"global_batch_size": 72, "rampup_batch_size": [24, 24, 500], PP: 4}
+    with pytest.raises(ConfigError, match="multiples of its 4 stages, but the file has phases of 3"):
+        to_rampup(verdict("megatron", config, "data_parallel_size=8"))

@@ -13,31 +13,16 @@ from rampup.dialects import SYSTEMS, check_command, check_file
 from rampup.dialects.script import read_commands
 from rampup.errors import ConfigError
 
-VERL = (
-    "data.train_batch_size=$BATCH actor_rollout_ref.rollout.n=5 +critic.enable=False trainer.nnodes=${NNODES:-1} "
-    "++actor_rollout_ref.actor.ppo_mini_batch_size=$((BATCH / 4)) actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 "
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=vllm data.train_files=\"['a', 'b']\""
-)
-SKYRL = (
-    "trainer.train_batch_size=$BATCH trainer.policy_mini_batch_size=$((BATCH/4)) generator.n_samples_per_prompt=5 "
-    "trainer.placement.policy_num_gpus_per_node=8 trainer.placement.ref_num_gpus_per_node=8 generator.inference_engine.num_engines=8"
-)
+VERL = "data.train_batch_size=$BATCH actor_rollout_ref.rollout.n=5 +critic.enable=False trainer.nnodes=${NNODES:-1} ++actor_rollout_ref.actor.ppo_mini_batch_size=$((BATCH / 4)) actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.rollout.name=vllm data.train_files=\"['a', 'b']\""
+SKYRL = "trainer.train_batch_size=$BATCH trainer.policy_mini_batch_size=$((BATCH/4)) generator.n_samples_per_prompt=5 trainer.placement.policy_num_gpus_per_node=8 trainer.placement.ref_num_gpus_per_node=8 generator.inference_engine.num_engines=8"
 # System: the command, with the key of the report and its value if BATCH is 64.
 COMMANDS = {
     "verl": (f"python3 -m verl.trainer.main_ppo {VERL}", "samples_per_step", 320),
     "skyrl": (f"uv run --extra vllm -m skyrl.train.entrypoints.main_base {SKYRL}", "samples_per_step", 320),
-    "maxtext": (
-        "python3 -m MaxText.train src/maxtext/configs/base.yml run_name=x per_device_batch_size=$BATCH num_target_devices=4",
-        "global_batch_size_to_load", 256),
-    "maxtext_rl": (
-        "python3 -m maxtext.trainers.post_train.rl.train_rl post_train/rl.yml batch_size=$BATCH rl.num_generations=5 num_devices=8",
-        "samples_per_step", 320),
-    "megatron": (
-        "torchrun --nproc_per_node=8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size $BATCH --train-iters 10 --seq-length 8",
-        "num_microbatches", [4]),
-    "trlx": (
-        "accelerate launch --num_processes 4 ppo_sentiments.py '{\"method.num_rollouts\": '$BATCH', \"method.chunk_size\": 16}'",
-        "samples_per_step", 256),
+    "maxtext": ("python3 -m MaxText.train src/maxtext/configs/base.yml run_name=x per_device_batch_size=$BATCH num_target_devices=4", "global_batch_size_to_load", 256),
+    "maxtext_rl": ("python3 -m maxtext.trainers.post_train.rl.train_rl post_train/rl.yml batch_size=$BATCH rl.num_generations=5 num_devices=8", "samples_per_step", 320),
+    "megatron": ("torchrun --nproc_per_node=8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size $BATCH --train-iters 10 --seq-length 8", "num_microbatches", [4]),
+    "trlx": ("accelerate launch --num_processes 4 ppo_sentiments.py '{\"method.num_rollouts\": '$BATCH', \"method.chunk_size\": 16}'", "samples_per_step", 256),
 }  # fmt: skip
 
 

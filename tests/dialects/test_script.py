@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rampup.dialects.script import MAX_LAUNCHES, MAX_REPEATS, read_commands
 from rampup.dialects.shell_grammar import parse
-from rampup.dialects.unknown import explain_unknown, show_unknown, unknown_names
+from rampup.dialects.shell_values import explain_unknown, show_unknown, unknown_names
 from rampup.errors import ConfigError
 
 NESTED = re.compile(r"\brun\b")

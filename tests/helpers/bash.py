@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from rampup.dialects.unknown import drop_unset
+from rampup.dialects.shell_values import drop_unset
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
 # Every command that is not a builtin is recorded with its arguments; `-c TEXT` also runs the text. Nothing else happens.
