@@ -81,9 +81,8 @@ def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, s
         numbers |= {f"critic_{name}": value for name, value in plan.critic_updates.to_dict().items()}
     derived = rollout.checked(exported).derived()
     for name in _SHARED:
-        value = numbers.get(name)
-        found = derived.get(name, value)
-        if value is not None:  # with a token budget the number of passes is open
+        if (value := numbers.get(name)) is not None:  # with a token budget the number of passes is open
+            found = derived.get(name, value)
             rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
     return exported
 
@@ -126,11 +125,9 @@ class _Rollout(_Target):
 
     def require_replicas(self) -> None:
         """Refuse axes that the system has no key for."""
-        self.require(
-            self.num_devices == self.axes.tensor * self.axes.pipeline * self.axes.context * self.plan.policy.data_parallel_size,
-            "ici_expert_parallelism",
-            "the devices that share a sample must be those of the tensor, pipeline and context axes",
-        )
+        devices = self.axes.tensor * self.axes.pipeline * self.axes.context * self.plan.policy.data_parallel_size
+        reason = "the devices that share a sample must be those of the tensor, pipeline and context axes"
+        self.require(self.num_devices == devices, "ici_expert_parallelism", reason)
 
     def whole(self, number: int, divisor: int, key: str, what: str) -> int:
         """Return a quotient that must be a whole number."""
@@ -577,9 +574,8 @@ def _to_olmo_core(run: _Run) -> Exported:
         reason = f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or divides the batch by a whole number"
         run.require(max(size, after) % min(size, after) == 0, "batch_size_schedule", reason)
         aligned = -(-phase.start_sample // after) * after
-        reason = (
-            f"{phase}, would begin later, at a multiple of its batch of {after:,}; give it the threshold of {aligned:,} samples"
-        )
+        reason = f"{phase}, would begin later, at a multiple of its batch of {after:,}"
+        reason = f"{reason}; give it the threshold of {aligned:,} samples"
         run.require(after < size or phase.start_sample == aligned, "batch_size_schedule", reason)
     sizes = [phase.global_batch_size * length for phase in plan.ramp.phases]
     values: dict[str, Any] = {

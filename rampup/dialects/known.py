@@ -36,7 +36,7 @@ class KnownKeys:
     def life(self, key: str) -> Life | None:
         """Return the versions that have a key, or None if none has it."""
         whole = ".".join(key.split(".")[:_MAX_DEPTH])
-        for name in (key, f"{whole}.*", whole, *(f"{part}.*" for part in _sections(key))):
+        for name in (key, f"{whole}.*", whole, *(f"{part}.*" for part in sections_of(key))):
             if name in self.lives and (name.endswith("*") or name == key or key.startswith(f"{name}.")):
                 return self.lives[name]
         return (1, max(last for _, last in self.lives.values())) if key in self.parents else None
@@ -56,7 +56,8 @@ class KnownKeys:
         return frozenset(key for key, (first, last) in self.lives.items() if first <= version <= last)
 
 
-def _sections(key: str) -> Iterator[str]:
+def sections_of(key: str) -> Iterator[str]:
+    """Return the sections in which a key stands."""
     return (key[:at] for at, letter in enumerate(key) if letter == ".")
 
 
@@ -70,7 +71,7 @@ def load_known_keys(system: str) -> KnownKeys:
             life, *names = group.split(" ")
             first, _, last = life.partition("-")
             lives |= {name if section == "." else f"{section}.{name}": (int(first), int(last)) for name in names}
-    return KnownKeys(lives, frozenset(section for key in lives for section in _sections(key)))
+    return KnownKeys(lives, frozenset(section for key in lives for section in sections_of(key)))
 
 
 def with_lines(keys: Mapping[str, Located]) -> list[str]:

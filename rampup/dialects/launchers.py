@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rampup.dialects.unknown import has_unknown
+from rampup.dialects.shell_values import has_unknown
 
 _MANIFEST = re.compile(r"^apiVersion:|\bcontainer_?[sS]pec\"?:", re.MULTILINE)
 _HEADER = re.compile(r"^#SBATCH[ \t]+(.*)$", re.MULTILINE)

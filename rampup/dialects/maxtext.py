@@ -22,7 +22,7 @@ from rampup.dialects.known import load_known_keys
 from rampup.dialects.reading import Launch, Settings, Source, entry, find_in_repository, option, read_source, type_settings
 from rampup.dialects.rules import Dialect, PretrainingJob, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
 from rampup.dialects.script import Command
-from rampup.dialects.unknown import show_unknown, unknown_names
+from rampup.dialects.shell_values import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes

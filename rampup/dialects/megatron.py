@@ -33,7 +33,7 @@ from rampup.dialects.reading import (
 )
 from rampup.dialects.rules import Dialect, PretrainingJob, Rule, Side, around, at_least, multiple
 from rampup.dialects.script import Command
-from rampup.dialects.unknown import unknown_names
+from rampup.dialects.shell_values import unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
 from rampup.errors import ConfigError, raise_together
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES

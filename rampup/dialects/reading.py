@@ -20,10 +20,10 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.known import find_open_forks, load_known_keys, with_lines
+from rampup.dialects.known import find_open_forks, load_known_keys, sections_of, with_lines
 from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
-from rampup.dialects.unknown import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
+from rampup.dialects.shell_values import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
@@ -217,12 +217,10 @@ def _read_overrides(reading: Reading, launch: Launch) -> dict[str, Located]:
 
 def _find_mappings(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> list[ConfigError]:
     """Return an error for each key that holds a mapping instead of a value."""
-    found: dict[str, Located] = {}
-    for name, entry in located.items():
-        parents = [name[:at] for at in range(len(name)) if name[at] == "."]
-        found |= {parent: entry for parent in parents if parent in entries and parent not in located}
+    within = {section: place for name, place in located.items() for section in sections_of(name)}
+    found = {name: within[name] for name in entries if name in within and name not in located}
     said = {name: f"{name} is a mapping; it must be {entries[name].key.expected}" for name in found}
-    return [ConfigError(said[name], key=name, path=entry.path, line=entry.line) for name, entry in found.items()]
+    return [ConfigError(said[name], key=name, path=place.path, line=place.line) for name, place in found.items()]
 
 
 def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> Iterator[ConfigError]:
@@ -272,12 +270,10 @@ _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE
 _COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
 _OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 _SHOWN = 60
-_PROGRAM = "a Python program"
-_TEXT = "a text with commands in it"
-_UNREAD = {".py": _PROGRAM, ".ipynb": _PROGRAM, ".md": _TEXT, ".rst": _TEXT, ".mdx": _TEXT}
-_NO_TRAINING = re.compile(
-    r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)"
+_UNREAD = dict.fromkeys((".py", ".ipynb"), "a Python program") | dict.fromkeys(
+    (".md", ".rst", ".mdx"), "a text with commands in it"
 )
+_NO_RUN = re.compile(r"(?i)decod|generat|inference|evaluat|predict|serve|convert|preprocess|export|merge|main_(?:gen|eval)")
 _LAUNCHERS = ("torch.distributed", "deepspeed.", "accelerate.")  # modules that start a program
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
@@ -387,20 +383,16 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         # A script may be given the program that it starts, as in `/opt/launch.sh torchrun pretrain_gpt.py`.
         after = text.partition(command.script)[2].split() if command.script else []
         programs = [word for word in after if "=" not in word and word[0] != "-" and launch.program.search(word)]
-        if command.skipped:
-            outside = outside or launch.read(command)
-            continue
+        match = launch.others.search(text)
         if command.script and not (command.unread and programs):
             unread += [command] if command.unread else []
-            continue
-        if match := launch.others.search(text):
-            other = other or show_unknown(match[0]).strip()
+        elif command.skipped or match:
+            other = other or ("" if command.skipped or match is None else show_unknown(match[0]).strip())
             outside = outside or launch.read(command)
-            continue
-        leaves = launch.read(command)
-        score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
-        if any(score):
-            found.append((score, command, leaves))
+        else:
+            leaves = launch.read(command)
+            score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
+            found += [(score, command, leaves)] if any(score) else []
     if not found and not strict:
         return Reading(path=path, leaves=outside, overrides=overrides, recognized=any(map(launch.known, outside)))
 
@@ -442,7 +434,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
 def _starts_nothing(commands: Sequence[Command], other: str, launch: Launch, path: str) -> ConfigError:
     """Return why a script without a command of the system is refused; `other` is a program that the rules do not cover."""
     if other:
-        why = ": it does not train" if _NO_TRAINING.search(other) else ""
+        why = ": it does not train" if _NO_RUN.search(other) else ""
         return ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover{why}", path=path)
     skipped = next((row for row in commands if row.skipped and launch.program.search(" ".join(row.words))), None)
     if skipped:

@@ -45,16 +45,6 @@ from rampup.config.yaml import Located, read_text
 from rampup.dialects.launchers import Machine, count_tasks, read_header, read_options
 from rampup.dialects.shell_grammar import ASSIGNMENT, OPERATOR, Document, Node, Parser, parse, skip_part
 from rampup.dialects.shell_values import (
-    VARIABLE,
-    Test,
-    apply_sign,
-    compile_expression,
-    print_output,
-    print_path,
-    split_fields,
-    to_number,
-)
-from rampup.dialects.unknown import (
     ARGUMENT,
     BREAK,
     EMPTY,
@@ -63,12 +53,20 @@ from rampup.dialects.unknown import (
     RESERVED,
     UNKNOWN,
     UNSET,
+    VARIABLE,
+    Test,
+    apply_sign,
+    compile_expression,
     drop_unset,
     explain_unknown,
     first_marker,
     has_unknown,
     mark,
+    print_output,
+    print_path,
     show_unknown,
+    split_fields,
+    to_number,
     unknown_names,
 )
 from rampup.errors import ConfigError
@@ -204,10 +202,6 @@ def _show(pipe: Sequence[Node]) -> str:
     """Return a condition for a message, with its line."""
     text = " ".join(" | ".join(" ".join(node.words) or node.kind for node in pipe).split())
     return f"`{text[:_SHOWN]}{'...' if len(text) > _SHOWN else ''}` (line {pipe[0].line})"
-
-
-def _is_open(value: Any) -> bool:
-    return isinstance(value, str) and MARKER.fullmatch(value) is not None
 
 
 def _expand_braces(raw: str) -> list[str]:
@@ -449,7 +443,10 @@ class _Reader:
                 if is_long:
                     self.join([before], why, exhaustive=False)
             if status is None or is_long:  # what is open stays so, under one name: then the state does not change any more
-                self.env |= {name: value for name, value in before.items() if _is_open(value) and _is_open(self.env.get(name))}
+                is_open = {
+                    name for name in before if MARKER.fullmatch(str(before[name])) and MARKER.fullmatch(str(self.env.get(name)))
+                }
+                self.env |= {name: before[name] for name in is_open}
             if is_broken or (number and self.env == before and (status is None or node.kind != "for")):
                 break  # or it goes on like this without end
         broken = self.take_left("break")
@@ -539,9 +536,8 @@ class _Reader:
             try:
                 return self.call(lambda: self.node(self.functions[words[0]]), [self.zero, *words[1:]])
             finally:
-                for name, value in before.items():
-                    self.env.pop(name, None)
-                    self.env |= {} if value is None else {name: value}
+                after = self.env | before
+                self.env = {name: value for name, value in after.items() if value is not None or name not in before}
 
     def call(self, body: Callable[[], bool | None], arguments: list[str] | None) -> bool | None:
         """Evaluate a function or a sourced script, which `return` ends; return its status. None shares the arguments."""
@@ -582,7 +578,14 @@ class _Reader:
                     self.env["@"] = [self.zero, *rest[rest.index("--") + 1 if "--" in rest else 0 :]]
                     self.asks = False
             case "shift":
-                return self.shift(rest[0] if rest else "1")
+                arguments = self.env["@"]
+                if isinstance(arguments, str) or any(map(has_unknown, rest)):
+                    self.env["@"] = mark("@")
+                    return None
+                number = int(rest[0]) if rest and rest[0].isdecimal() else 1
+                if number >= len(arguments):
+                    return False
+                self.env["@"] = [arguments[0], *arguments[1 + number :]]
             case "cd":
                 folder = next((word for word in rest if not word.startswith("-")), mark("PWD"))
                 path = os.path.normpath(os.path.join(self.folder, folder))
@@ -618,18 +621,6 @@ class _Reader:
                 return self.record(words, node, values)
         return True
 
-    def shift(self, count: str) -> bool | None:
-        """Drop the first positional parameters, if there are so many."""
-        arguments = self.env["@"]
-        number = int(count) if count.isdecimal() else 1
-        if isinstance(arguments, str) or has_unknown(count):
-            self.env["@"] = mark("@")
-            return None
-        if number >= len(arguments):
-            return False
-        self.env["@"] = [arguments[0], *arguments[1 + number :]]
-        return True
-
     def getopts(self, letters: str, name: str, arguments: list[str]) -> bool | None:
         """Evaluate a call of POSIX's `getopts`; OPTIND is the next argument, and `OPTIND@` the next letter in it."""
         given = arguments or self.env["@"][1:]
@@ -663,9 +654,8 @@ class _Reader:
             following += word == "--"
         self.assign(name, "", option)
         self.env |= {"OPTIND": str(following), "OPTIND@": str(place)}
-        if argument is None:
-            self.env.pop("OPTARG", None)
-        else:
+        self.env.pop("OPTARG", None)
+        if argument is not None:
             self.assign("OPTARG", "", argument)
         return found
 
@@ -984,10 +974,8 @@ class _Reader:
         """Return the value of the expansion at a place, and the place after it."""
         end = skip_part(raw, at)
         part = raw[at:end]
-        if part.startswith("$((") and part.endswith("))"):
-            return self.arithmetic(part[3:-2]), end
-        if part.startswith("$["):
-            return self.arithmetic(part[2:-1]), end
+        if match := re.fullmatch(r"\$\(\((.*)\)\)|\$\[(.*)\]", part, re.DOTALL):
+            return self.arithmetic(match[1] if match[2] is None else match[2]), end
         if part.startswith("$'"):
             return part[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'"), end
         if part[0] == "`" or part.startswith("$("):
@@ -1015,8 +1003,7 @@ class _Reader:
 
     def output(self, nodes: Sequence[Node]) -> str | None:
         """Return what a pipe of small programs prints, if it is known."""
-        raw = [node.words for node in nodes]
-        if len(raw) == 2 and raw[0][:2] == ["scontrol", "show"] and raw[1] == ["wc", "-l"]:  # the nodes of the job
+        if [node.words[:2] for node in nodes] == [["scontrol", "show"], ["wc", "-l"]]:  # the nodes of the job
             number = self.get("SLURM_NNODES")
             return None if has_unknown(number) else str(number)
         text: str | None = None
@@ -1042,15 +1029,15 @@ class _Reader:
             target = self.text(f"${name}")
             return self.get(target) if target.isidentifier() or target.isdecimal() else mark(name)
         value = self.get(name, key)
+        keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]  # of a mapping
         is_missing = isinstance(value, str) and value[:1] in (UNSET, ARGUMENT) and bool(MARKER.fullmatch(value))
-        if prefix == "!":  # the keys of a mapping
-            keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
+        if prefix == "!":
             return keys or [str(n) for n in range(len(value))]
         if prefix == "#":
             whole = self.env.get(name) if name not in self.given else ""
             if key and (isinstance(whole, _Open) or (isinstance(whole, str) and has_unknown(whole))):
                 return mark(name)
-            if key and (keys := [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]):
+            if key and keys:
                 is_indexed = all(map(str.isdecimal, keys))
                 return str(len(keys) + (len(whole) if is_indexed and isinstance(whole, list) else 0))
             if is_missing and not key and value[0] == UNSET:  # a number of something that the environment may set

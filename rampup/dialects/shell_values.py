@@ -1,4 +1,7 @@
-"""What bash and small programs make of texts: arithmetic, tests, fields, and what `seq`, `cut` and the like print."""
+"""The values of a script: texts with parts that only a run could know, and what bash and small programs make of texts.
+
+A part that is not known is a marker: its kind, a name, and why it is open.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,20 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
-from rampup.dialects.unknown import ARGUMENT, MARKER, has_unknown
-
+# The kinds of markers; `script.py` says what they mean.
+UNSET = "\ue000"
+ARGUMENT = "\ue001"
+UNKNOWN = "\ue002"
+OPTIONS = "\ue003"
+# A marker is a kind, a name, perhaps a reason behind the first of these, and the second.
+_WHY, _END = "\ue007", "\ue004"
+_HIDDEN = 0xF0000  # added to the characters of a reason, so that no part of it means anything to a shell
+# Where words are split, and a part in quotes, which makes a word even if it is empty.
+BREAK, EMPTY = "\ue005", "\ue006"
+RESERVED = re.compile(f"[{UNSET}-{_WHY}\0]")
+MARKER = re.compile(f"[{UNSET}-{OPTIONS}]([^{_WHY}{_END}]*)(?:{_WHY}([^{_END}]*))?{_END}")
+_EMPTIES = re.compile(f"[{UNSET}][^{_END}]*{_END}")
+_LONGEST = 80
 MAX_NUMBERS = 1000
 _READERS = ("wc", "tr", "cut", "awk")  # programs that print what they make of their input
 _CUT = re.compile(r"-d ?(.) -f ?(\d+)")
@@ -34,6 +49,62 @@ _UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos,
 # A variable with what changes it: `++` or `--` on either side, or an assignment such as `<<=`.
 VARIABLE = re.compile(r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?")
 _TOKEN = re.compile(rf"{MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{VARIABLE.pattern}|\*\*|<<|>>|[<>=!]=|&&|\|\||\S")
+
+
+def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
+    """Return a marker of a kind; `reason` says which condition or loop leaves it open."""
+    plain = re.sub(rf"[\s{UNSET}-{_WHY}]+", "_", name[:_LONGEST])
+    why = _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason) if reason else ""
+    return f"{kind}{plain}{why}{_END}"
+
+
+def has_unknown(text: str) -> bool:
+    """Return whether a part of a text is unknown."""
+    return _END in text
+
+
+def drop_unset(text: str) -> str:
+    """Return a text in which variables that nothing sets are empty."""
+    return _EMPTIES.sub("", text)
+
+
+def needs_arguments(text: str) -> bool:
+    """Return whether a part of a text is an argument that the script was not given."""
+    return ARGUMENT in text
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
+    return list(dict.fromkeys(match[1] for match in MARKER.finditer(text)))
+
+
+def show_unknown(text: str) -> str:
+    """Return a text with `$NAME` for each unknown part."""
+    return MARKER.sub(lambda match: _shown(match[1]), text)
+
+
+def explain_unknown(text: str) -> str:
+    """Return why the unknown parts of a text are open, as a sentence without an end."""
+    names = " and ".join(map(_shown, unknown_names(text)))
+    if reasons := list(dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])):
+        shown = "".join(chr(ord(letter) % _HIDDEN) for letter in "; ".join(reasons))
+        return f"{shown}, and {names} depends on it"
+    return f"the script does not say what {names} is"
+
+
+def first_marker(*texts: str) -> str:
+    """Return the marker of the first variable on which one of the texts depends; empty if there is none."""
+    found = (match for text in texts for match in MARKER.finditer(text))
+    return next((match[0] for match in found if match[1].isidentifier()), "")
+
+
+def open_options(word: str) -> str:
+    """Return the marker on which it depends what a word adds to a command, or nothing if that does not matter."""
+    return word if MARKER.fullmatch(word) and word[0] == OPTIONS else ""
+
+
+def _shown(name: str) -> str:
+    return name if name.startswith("$") else f"${name}"
 
 
 def compile_expression(text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]) -> Callable[[], int]:
