@@ -6,6 +6,7 @@ rules of its dialect, and the numbers that the dialect finds must be those of th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shlex
 import tempfile
@@ -54,10 +55,7 @@ class Exported:
         tree: dict[str, Any] = {}
         for key, value in self.values.items():
             *groups, name = key.split(".")
-            place = tree
-            for group in groups:
-                place = place.setdefault(group, {})
-            place[name] = value
+            functools.reduce(lambda place, group: place.setdefault(group, {}), groups, tree)[name] = value
         check = " ".join(["rampup check FILE --from", system, *(f"{key}={value}" for key, value in self.facts.items())])
         head = [f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for {NAMES[system]}, as rampup planned it."]
         head += [f"Check: {check}"] if system in SYSTEMS else []

@@ -23,7 +23,7 @@ from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.dialects.known import find_open_forks, load_known_keys, sections_of, with_lines
 from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
-from rampup.dialects.shell_values import explain_unknown, needs_arguments, open_options, show_unknown, unknown_names
+from rampup.dialects.shell_values import ARGUMENT, MARKER, OPTIONS, explain_unknown, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
@@ -174,7 +174,7 @@ def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] 
                 # The error has the `key=value` that would settle it.
                 variables = [word for word in unknown if word.isidentifier()]
                 settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
-                if needs_arguments(value) or re.search(r"\$\{?\d", explain_unknown(value)):
+                if ARGUMENT in value or re.search(r"\$\{?\d", explain_unknown(value)):
                     settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
                 said = f"{name}={show_unknown(value)[:100]}: {explain_unknown(value)}; add {settle}"
                 error = ConfigError(said, key=name)
@@ -408,7 +408,8 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     if not found:
         raise _starts_nothing(commands, other, launch, path)
     score, command, leaves = max(found, key=lambda row: row[0])
-    if strict and (marker := next((marker for word in command.words if (marker := open_options(word))), "")):
+    marker = next((word for word in command.words if word[:1] == OPTIONS and MARKER.fullmatch(word)), "")
+    if strict and marker:
         [name] = unknown_names(marker)
         said = f"{explain_unknown(marker)}, and sizes in this command depend on it; add {name}=..."
         raise ConfigError(said, key=name, path=command.path, line=command.line or None)
@@ -611,22 +612,17 @@ class _BaseFiles:
 
 def repository_folders(path: str) -> list[Path]:
     """Return the folders above a file, up to the root of its repository."""
-    folders = []
-    for folder in list(Path(path).absolute().parents)[:_MAX_FOLDERS]:
-        folders.append(folder)
-        if (folder / ".git").exists():
-            break
-    return folders
+    folders = list(Path(path).absolute().parents)[:_MAX_FOLDERS]
+    root = next((place for place, folder in enumerate(folders) if (folder / ".git").exists()), len(folders))
+    return folders[: root + 1]
 
 
 def find_in_repository(path: str, place: str) -> list[Path]:
     """Return what is at a place in the folders above a file, or in a copy of the system within its repository."""
     folders = repository_folders(path)
     is_repository = (folders[-1] / ".git").exists()
-    found = []
-    for up in folders:
-        found += [up / place, *(sorted(up.glob(f"*/{place}")) if is_repository or up == folders[0] else ())]
-    return [file for file in found if file.exists()]
+    copies = {up: sorted(up.glob(f"*/{place}")) for up in folders if is_repository or up == folders[0]}
+    return [file for up in folders for file in (up / place, *copies.get(up, ())) if file.exists()]
 
 
 def known_end(path: str) -> str:

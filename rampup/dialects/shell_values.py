@@ -68,11 +68,6 @@ def drop_unset(text: str) -> str:
     return _EMPTIES.sub("", text)
 
 
-def needs_arguments(text: str) -> bool:
-    """Return whether a part of a text is an argument that the script was not given."""
-    return ARGUMENT in text
-
-
 def unknown_names(text: str) -> list[str]:
     """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
     return list(dict.fromkeys(match[1] for match in MARKER.finditer(text)))
@@ -96,11 +91,6 @@ def first_marker(*texts: str) -> str:
     """Return the marker of the first variable on which one of the texts depends; empty if there is none."""
     found = (match for text in texts for match in MARKER.finditer(text))
     return next((match[0] for match in found if match[1].isidentifier()), "")
-
-
-def open_options(word: str) -> str:
-    """Return the marker on which it depends what a word adds to a command, or nothing if that does not matter."""
-    return word if MARKER.fullmatch(word) and word[0] == OPTIONS else ""
 
 
 def _shown(name: str) -> str:
