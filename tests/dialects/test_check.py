@@ -121,22 +121,19 @@ def test_check_finds_the_system_by_itself(capsys, file, system):
     assert "say which with --from" in run_json(capsys, "check", path)[1]["error"]["message"]
 
 
-SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "world_size": 4, "train_samples": 5000}
-MEGATRON = SIZES64 | {"rampup_batch_size": [16, 16, 1000]}
-
-
 def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
     """The file that --to writes has the phases of the verdict; one that cannot be written, or is the source, is an error."""
     output = tmp_path / "base.yml"
-    code, found = run_json(capsys, "check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", str(output))
+    path = file(PIPELINES["ramp in a pipeline"] | {"data_parallel_size": 8, "train_samples": 5000})
+    convert = ["check", path, "--from", "megatron", "--to", "rampup", "-o"]
+    code, found = run_json(capsys, *convert, str(output))
     planned = run_json(capsys, "plan", str(output))[1]["phases"]
     assert code == 0
     for name in ("start_step", "start_sample", "global_batch_size"):
         assert [phase[name] for phase in planned] == [phase[name] for phase in found["phases"]]
-    convert = ["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o"]
     assert main([*convert, str(tmp_path / "no" / "folder" / "x.yml")]) == 2
     assert "cannot write" in capsys.readouterr().err
-    assert main([*convert, file(MEGATRON)]) == 2
+    assert main([*convert, path]) == 2
     assert "must not be the source file" in capsys.readouterr().err
     path = file(VALID)  # a run of reinforcement learning is not converted
     before = Path(path).read_text()

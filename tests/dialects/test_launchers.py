@@ -17,21 +17,15 @@ SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_s
 LOADED = "global_batch_size_to_load"
 BRANCHES = f"if [ -d /opt/big ]; then TP=4; else TP=2; fi\ntorchrun --nproc_per_node 8 {GPT} --tensor-model-parallel-size $TP\n"
 JOB = f"""apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
 spec:
   replicatedJobs:
   - template:
       spec:
         containers:
-        - name: train
-          env: [{{name: SIZE, value: "4"}}]
+        - env: [{{name: SIZE, value: "4"}}]
           command: [bash, -c]
-          args:
-          - |
-            set -e
-            {MAXTEXT.replace("=2", "=$SIZE")}
+          args: ["set -e\\n{MAXTEXT.replace("=2", "=$SIZE")}"]
 ---
-apiVersion: v1
 kind: Service
 """
 TORCH_JOB = """apiVersion: kubeflow.org/v1
@@ -50,7 +44,7 @@ TPUS = (
         "        containers:",
         "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:",
     )
-    .replace("          env", "          resources: {limits: {google.com/tpu: 4}}\n          env")
+    .replace("        - env", "        - resources: {limits: {google.com/tpu: 4}}\n          env")
 )
 ROLES = """apiVersion: kubeflow.org/v1
 spec:
@@ -86,6 +80,10 @@ FILES = {
     "trainer without rules": (None, "torchrun --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_batch_size=8", {}, [], "starts sft_trainer"),
     "evaluation": (None, "deepspeed evaluate.py --micro-batch-size 64 --tensor-model-parallel-size 2", {}, [], r"evaluate\.py, .* of Megatron do not cover"),
     "open sizes": (None, f"if [ -d /npu ]; then RUN=({MAIN_PPO} data.train_batch_size=8); else RUN=({MAIN_PPO}); fi\n${{RUN[@]}} actor_rollout_ref.rollout.n=2 data.train_batch_size=64", {}, [], "not known whether"),
+    # Without `--from`, a command under a condition that does not hold, and the name of a base file, tell whose file it is.
+    "system of a run that is off": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, [], r"this starts SkyRL only if .* add NODE_RANK="),
+    "system of a run that is on": (None, f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi", {}, ["NODE_RANK=0"], {"samples_per_step": 160}),
+    "system of a base file": (None, "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n", {}, [], {"samples_per_step": 1024, "note": "ppo_trainer: the sizes of veRL"}),
     "no command": ("megatron", "echo hello\n", {}, [], "no command in it is like `torchrun"),
     # A `base_config` beside the file wins over MaxText's own of that name; one that is nowhere is an error, not base.yml.
     "shipped base_config": ("maxtext", DPO, {}, [MAXTEXT8], {TRAINED_ON: 16, "note": "post_train/dpo.yml"}),
@@ -132,7 +130,7 @@ FILES = {
     "generation of an example": ("skyrl", "python -m examples.terminal_bench.main_tbench_generate trainer.train_batch_size=1", {}, [], "does not train"),
     "search path": ("verl", f"{PPO} hydra.searchpath=[pkg://plugin.config] actor_rollout_ref.actor.engine.tp=2", {}, [], {"note": "hydra.searchpath adds base files"}),
     "nodes of xpk": ("maxtext", f"xpk workload create --device-type h100-mega-80gb-8 --num-nodes 2 --command='{MAXTEXT}'", {}, [], {LOADED: 2 * 16}),
-    "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 10"}),
+    "JobSet": ("maxtext", JOB, {}, ["num_devices=8"], {LOADED: 32, "note": "read from line 8"}),
     "PyTorchJob": ("megatron", TORCH_JOB, {}, [], {"num_microbatches": [2]}),
     "one process": ("megatron", f"python -u {GPT} --tensor-model-parallel-size 1", {}, [], {"num_devices": 1, "note": "says no number of processes"}),
     "nodes of NeMo": ("megatron", "apiVersion: 1\ntrainer: {devices: 8}\nmodel: {micro_batch_size: 1, global_batch_size: 64}\n", {}, [], {"num_devices": 8, "note": "one node is taken"}),
@@ -186,17 +184,6 @@ def test_what_starts_a_run_is_read(tmp_path, name):
         assert error.value.key == {"options": "DEVICE", "missing base_config": "base_config"}.get(name, error.value.key)
     else:
         expect(check_file(path, system, settings), **wanted)
-
-
-def test_a_system_is_found_by_a_run_that_is_off_and_by_a_base_file(tmp_path):
-    """A command under a condition that does not hold, and the name of a base file that a system ships, tell whose file it is."""
-    path = tmp_path / "run.sh"
-    path.write_text(f"#!/bin/bash\nif [ $NODE_RANK == 0 ]; then\n  {SKYRL}\nfi")
-    with pytest.raises(ConfigError, match=r"this starts SkyRL only if .* add NODE_RANK="):
-        check_file(path)
-    assert check_file(path, None, ["NODE_RANK=0"]).system == "skyrl"
-    (tmp_path / "own.yaml").write_text("defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\n")
-    assert check_file(tmp_path / "own.yaml").system == "verl"
 
 
 @pytest.mark.parametrize(("name", "kind"), [("launch.py", "a Python program"), ("README.md", "a text with commands in it")])
