@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="rampup-test-cache-")
@@ -53,6 +54,9 @@ def unchecked_losses():
 # Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
 ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
 
+# What happens after each fault, with the file that tests it.
+FAULTS = Path(__file__).parents[1] / "docs/explanation/fault_tolerance.md"
+
 # Long files come first: with `--dist loadfile`, a long one at the end leaves the other workers without work.
 FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 
@@ -97,6 +101,11 @@ def pytest_collection_modifyitems(config, items):
     """Sort the tests, and deselect those that run on request only."""
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
     selected = {name for name in ON_REQUEST if name in config.option.markexpr}
+    if "faults" in selected:  # the whole campaign: also the short tests that the table of faults names
+        named = set(re.findall(r"`(tests/\S+\.py)`", FAULTS.read_text()))
+        for item in items:
+            if str(item.path.relative_to(config.rootpath)) in named:
+                item.add_marker("faults")
     kept, deselected = [], []
     for item in items:
         own = {mark.name for mark in item.iter_markers()} & ON_REQUEST
