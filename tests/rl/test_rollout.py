@@ -209,8 +209,7 @@ CASES += [
     pytest.param(mesh, AGGREGATIONS, sizes, marks=pytest.mark.faults)
     for mesh in MESHES
     for sizes in (
-        *({"microbatch": SAMPLES[size]} for size in (1, 2)),
-        {"microbatch": None},
+        *({"microbatch": size, "prompts": 24, "mini": 12} for size in (SAMPLES[1], SAMPLES[2], None)),
         *({"microbatch": SAMPLES[size], "pad": True, "prompts": 5, "mini": 4} for size in (1, 3)),
         *({"microbatch": size, "mini": 4, "rungs": rungs} for size in TOKENS.values() for rungs in (1, 3)),
     )
