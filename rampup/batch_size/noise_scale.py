@@ -244,7 +244,7 @@ def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
                 f"num_replicas * num_microbatches = {num_replicas} * {split.num_microbatches} = 1 with "
                 f"microbatch_size={split.microbatch_size}; {fix}",
                 key="microbatch_size" if smaller else "measure_gradient_noise",
-                nearest=tuple(smaller[-1:]) or (False,),
+                nearest=tuple(smaller[-1:]) or (() if plan.reserved_sizes else (False,)),  # auto needs the measurement
             )
         )
     return found

@@ -176,6 +176,8 @@ def check_plan(config, plan):
 def sizes_of(config, plan):
     """Return the batch of every step, counted step by step from the configuration."""
     factor = plan.num_devices * config.gradient_accumulation_steps
+    if config.batch_size_schedule == "auto":  # planned as the batch before the first decision
+        return itertools.repeat(plan.reserved_sizes[0])
     if config.batch_size_schedule is not None:
         length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
         pairs = [entry.split(":") for entry in config.batch_size_schedule.replace(",", " ").split()]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from faults import random_configs, toy_run
 from helpers.tiny import TINY_MODEL, command_line
-from hypothesis import HealthCheck, given, settings, target
+from hypothesis import HealthCheck, example, given, settings, target
 from hypothesis import strategies as st
 
 from rampup import Config
@@ -37,6 +37,7 @@ def test_random_config_is_planned_or_refused(number):
     ends = collections.Counter()
 
     @given(random_configs.configs())
+    @example({"num_devices": 1, "per_device_batch_size_start": 1, "per_device_batch_size": 2, "batch_size_schedule": "auto"})
     @settings(QUICK, max_examples=number, database=None)
     def check(changes):
         ends[random_configs.check(changes)] += 1

@@ -185,11 +185,12 @@ RL_SETTINGS = RL_TINY | {
 def run_rollouts(settings):
     """Train slowly enough to be killed anywhere; return 0 when finished, 130 when stopped by a signal."""
     victim.use_cpus(1)
-    from rampup.loop.events import StepDone
+    from rampup.loop.events import StepDone, ctrl_c_stops
     from rampup.rl.config import RolloutConfig
     from rampup.rl.tasks import Arithmetic
     from rampup.rl.train import train
 
+    ctrl_c_stops.set(True)
     # One response of a new model in eight is right, so that most groups have no spread and some have.
     Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 8 == 0) for text in responses]
 

@@ -79,6 +79,11 @@ def num_steps(folder):
     return (folder / "run" / "metrics.jsonl").read_text().count("\n")
 
 
+def saved(folder):
+    """Return the steps of the finished checkpoints."""
+    return [int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal()]
+
+
 @pytest.mark.faults
 def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_path):
     """As in many images: JAX would tell the others to connect to 127.0.0.1. Both processes say which host it is."""
@@ -92,10 +97,12 @@ def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_
 
 @contextlib.contextmanager
 def running(folder, **settings):
-    """Run a process on each host within a context, from the 30th step on; then the link is up again."""
+    """Run a process on each host within a context, from the 30th step and a checkpoint on; then the link is up again."""
     started = start(folder, **settings)
     try:
         wait_for_steps(folder, 30, started)
+        while not saved(folder):
+            wait_for_steps(folder, num_steps(folder) + 1, started)
         yield started
     finally:
         for process in started:
@@ -124,7 +131,7 @@ def assert_ended(started, folder, seconds):
 
 def assert_resumes(folder, **settings):
     """Assert that the run goes on from its newest checkpoint with the same losses, each step once."""
-    steps = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal()) + 5
+    steps = max(saved(folder)) + 5
     before = {line["step"]: line["loss"] for line in metrics_of(folder / "run")}
     assert [process.wait(200) for process in start(folder, steps=steps, **settings)] == [0, 0], outputs(folder)
     lines = metrics_of(folder / "run")
