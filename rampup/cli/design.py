@@ -17,7 +17,6 @@ from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.config.files import yaml_text
-from rampup.config.schema import Config
 from rampup.loop import run_folder as files
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
@@ -65,8 +64,8 @@ def design(args: argparse.Namespace) -> Result:
     if source.is_dir() and (source / files.CONFIG_FILE).is_file() and is_rollout_file(source / files.CONFIG_FILE):
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
-        problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
-        raise common.usage_error(problem, key="cost-per-prompt")
+        rule = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
+        raise common.usage_error(rule, key="cost-per-prompt")
     file = args.config
     folders = [files.as_path(path) for path in args.measured]
     if source.is_dir():
@@ -92,19 +91,15 @@ def design(args: argparse.Namespace) -> Result:
     if args.output is not None:
         draw_design(facts, args.output)
     if written is not None:
-        _write_run(written, replace(config, num_devices=devices), facts)
+        (fastest,) = (each for each in facts["candidates"] if each["name"] == facts["fastest"])
+        where = {"num_devices": devices, "run_name": written.name, "base_output_directory": str(written.parent)}
+        config = replace(config, **where, **fastest["settings"])
+        files.run_folder(config.base_output_directory, config.run_name)
+        # First, so that no run is started without it.
+        write_prediction(written, config, facts)
+        text = yaml_text("# The configuration of a designed run, until it is started.\n", config.keys(), config.to_dict())
+        files.write_whole(written / files.CONFIG_FILE, text.encode())
     return Result(facts=facts, show=lambda console: print_design(facts, console, written))
-
-
-def _write_run(folder: Path, config: Config, facts: Mapping[str, Any]) -> None:
-    """Make the folder of a run with the fastest schedule."""
-    settings = next(each["settings"] for each in facts["candidates"] if each["name"] == facts["fastest"])
-    config = replace(config, run_name=folder.name, base_output_directory=str(folder.parent), **settings)
-    files.run_folder(config.base_output_directory, config.run_name)
-    # First, so that no run is started without it.
-    write_prediction(folder, config, facts)
-    text = yaml_text("# The configuration of a designed run, until it is started.\n", config.keys(), config.to_dict())
-    files.write_whole(folder / files.CONFIG_FILE, text.encode())
 
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:

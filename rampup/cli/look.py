@@ -99,9 +99,8 @@ def explain(args: argparse.Namespace) -> Result:
             sizes = (format_value(row["num_devices"]), format_bytes(row["hbm_bytes"]))
             table.add_row(row["name"], row["product_name"], *sizes, *rates)
         console.print(table)
-        console.print(
-            "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"
-        )
+        hbm = "HBM is what the compiler (libtpu 0.0.50) lets a program use"
+        console.print(f"{hbm}; the other figures are published, for one device:")
         for source in dict.fromkeys(row["source"] for row in slices):
             console.print(f"  {source}")
         console.print("several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4")

@@ -148,12 +148,12 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
 
 def _export(exported: Exported, args: argparse.Namespace) -> Result:
     """Print the sizes in another system's keys, or write them into a file."""
-    text = exported.to_yaml(args.export)
+    shown = text = exported.to_yaml(args.export)
     if args.output is not None:
         try:
             Path(args.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write the file: {error.strerror}", key="output", path=args.output) from None
+        shown = f"wrote {args.output}\n"
     facts = {"system": args.export, "values": exported.values, "facts": exported.facts, "notes": list(exported.notes)}
-    shown = text if args.output is None else f"wrote {args.output}\n"
     return Result(facts=facts, show=lambda console: console.print(shown, end="", soft_wrap=True, markup=False, highlight=False))

@@ -18,20 +18,11 @@ from rampup.errors import DataError
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0}
 _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_SPACE = re.compile(r"S\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _PARENTHESIS = re.compile(r"[()]")
 _NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
-_CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
-_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
-_KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-_MESH = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]")
-_AXIS = re.compile(r"'([^']+)'=(\d+)")
 # Operations that pass a value on unchanged, for finding where it comes from.
 _PASS_ON = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape", "transpose"}
 _PASS_ON |= {"opt-barrier", "optimization-barrier"}
@@ -72,7 +63,7 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The operation of the traced function that this one comes from, or ''."""
-        match = _OP_NAME.search(self.attributes)
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return match.group(1).replace("\\'", "'") if match else ""
 
     def number(self, name: str) -> int:
@@ -83,7 +74,12 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """The computations that it calls, other than a loop's."""
-        return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)).replace("%", ""))
+        return re.findall(
+            r"[\w.\-]+",
+            " ".join(
+                re.findall(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)", self.attributes)
+            ).replace("%", ""),
+        )
 
 
 class Computation(NamedTuple):
@@ -149,13 +145,15 @@ class Program:
         self.is_scheduled = "is_scheduled=true" in header
         # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
         start = header.find("input_output_alias={")
-        found = _ALIAS.findall(header[start : header.find(" }", start)]) if start >= 0 else []
+        found = (
+            re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", header[start : header.find(" }", start)]) if start >= 0 else []
+        )
         self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number, _ in found}
         self.num_partitions = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
         # Names and sizes of the axes of the mesh, if the program states them.
-        named = (match.group(1) for match in _MESH.finditer(text))
+        named = (match.group(1) for match in re.finditer(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text))
         axes = next((names for names in named if "'axis_" not in names), None)  # axis_0, ...: made up by the compiler
-        self.mesh = axes and tuple((name, int(size)) for name, size in _AXIS.findall(axes))
+        self.mesh = axes and tuple((name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", axes))
         current: dict[str, Instruction] | None = None
         last: Instruction | None = None
         for line in text.splitlines():
@@ -256,7 +254,7 @@ class Program:
     def trips(self, loop: str, computation: str) -> int | None:
         """Return the iterations of a loop, or None if its bound is an argument of the program."""
         instruction = self.computations[computation].instructions[loop]
-        if known := _KNOWN_TRIPS.search(instruction.attributes):
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes):
             return int(known.group(1))
         body = self.body(instruction)
         condition = self.computations.get(loop_parts(instruction)[1])
@@ -303,8 +301,8 @@ REDUCERS |= {"all-reduce", "all-reduce-start", "reduce-scatter"}
 
 def loop_parts(loop: Instruction) -> tuple[str, str]:
     """Return the names of a loop's body and condition."""
-    body = _BODY.search(loop.attributes)
-    condition = _CONDITION.search(loop.attributes)
+    body = re.search(r"\bbody=%?([\w.\-]+)", loop.attributes)
+    condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
     return body.group(1) if body else "", condition.group(1) if condition else ""
 
 
@@ -337,7 +335,7 @@ def _parse_line(line: str) -> Instruction | None:
         bare = re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)
         operands = re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", bare)
     for dtype, sizes, layout in _ARRAY.findall(line[start:end]):
-        space = _SPACE.search(layout)
+        space = re.search(r"S\((\d+)\)", layout)
         dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
         arrays.append(Array(dtype, dims, int(space.group(1)) if space else 0))
     return Instruction(

@@ -84,15 +84,13 @@ class Inspection:
         for a in self.accumulators:
             arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
             by_type[a.dtype] = {"arrays": arrays + 1, "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes}
-        reductions = self.gradient_reductions
-        repeated = self.repeated_reductions
         return {
             "num_devices": self.num_devices,
             "loop_trips": list(self.loop_trips),
             "collectives": self.account.collective_rows(self.loop_trips),
-            "gradient_reductions": sum(c.count(self.loop_trips) for c in reductions),
-            "gradient_reductions_in_loops": sum(c.count(self.loop_trips) for c in repeated),
-            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in repeated),
+            "gradient_reductions": sum(c.count(self.loop_trips) for c in self.gradient_reductions),
+            "gradient_reductions_in_loops": sum(c.count(self.loop_trips) for c in self.repeated_reductions),
+            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions),
             "reduces_once": self.reduces_once,
             "accumulators": by_type,
             "optimizer_updates": self.optimizer_updates,
@@ -179,32 +177,9 @@ def inspect(
     if shape and 1 < program.num_partitions != (number := math.prod(size for _, size in shape)):
         axes = ",".join(f"{name}={size}" for name, size in shape)
         raise ConfigError(f"mesh={axes} has {number} devices, but the program has {program.num_partitions}", key="mesh")
-    found = _inspection(program, args, shape, trips)
-    if compiled is not None:
-        found = replace(found, memory=program_memory(compiled))
-    return replace(found, findings=tuple(_findings(found)))
-
-
-def _compile(step: Any, args: Sequence[Any]) -> Any:
-    """Return the compiled program of a step."""
-    if isinstance(step, TrainStep):
-        state, batch = args
-        lowered = step.lower(state, batch.row, batch.position.split)
-    elif hasattr(step, "compile") or hasattr(step, "as_text"):
-        lowered = step
-    elif callable(step):
-        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
-    else:
-        rule = "give a function, a compiled program or a program's text"
-        raise ConfigError(f"{a_type(step)} is not a step; {rule}")
-    return lowered.compile() if hasattr(lowered, "compile") else lowered
-
-
-def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, trips: tuple[int, ...]) -> Inspection:
-    """Return what a compiled program does with its arguments, on a mesh and for so many iterations of its loops."""
     entry = program.computations[program.entry]
-    is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
-    uses_multi_steps = any(map(is_multi_steps, jax.tree.leaves(args, is_leaf=is_multi_steps)))
+    states = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    uses_multi_steps = any(isinstance(x, optax.MultiStepsState) for x in states)
     # The axes that shard a batch and no parameter: gradients are reduced over them. The training state is the first argument.
     # ZeRO-1 shards the rest of the state over the replicas too.
     of_params, of_batch = set[str](), set[str]()
@@ -241,7 +216,7 @@ def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, 
         if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
             free[key] -= 1
             not_donated.append(Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes))
-    return Inspection(
+    found = Inspection(
         num_devices=program.num_partitions,
         loop_trips=trips,
         account=account,
@@ -256,7 +231,24 @@ def _inspection(program: Program, args: Sequence[Any], shape: MeshShape | None, 
         not_donated=tuple(not_donated),
         f32_matmuls={dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")},
         host_transfers=tuple(_host_transfers(visits)),
+        memory=None if compiled is None else program_memory(compiled),
     )
+    return replace(found, findings=tuple(_findings(found)))
+
+
+def _compile(step: Any, args: Sequence[Any]) -> Any:
+    """Return the compiled program of a step."""
+    if isinstance(step, TrainStep):
+        state, batch = args
+        lowered = step.lower(state, batch.row, batch.position.split)
+    elif hasattr(step, "compile") or hasattr(step, "as_text"):
+        lowered = step
+    elif callable(step):
+        lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+    else:
+        rule = "give a function, a compiled program or a program's text"
+        raise ConfigError(f"{a_type(step)} is not a step; {rule}")
+    return lowered.compile() if hasattr(lowered, "compile") else lowered
 
 
 def _read(source: str | Path) -> str:

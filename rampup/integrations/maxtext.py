@@ -99,17 +99,15 @@ def install() -> Any:
             found[name] = getattr(importlib.import_module(module), name, None)
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("maxtext."):
-                raise MissingDependencyError(
-                    f"rampup.integrations.maxtext runs MaxText, but the package {error.name} is not installed; install "
-                    f"maxtext=={VERSION} and what it needs"
-                ) from None
+                missing = f"rampup.integrations.maxtext runs MaxText, but the package {error.name} is not installed"
+                raise MissingDependencyError(f"{missing}; install maxtext=={VERSION} and what it needs") from None
             found[name] = None
         own = found[name] and [each for each in inspect.signature(found[name]).parameters if each != "self"]
         if own != arguments.split() or (name == GRADIENTS and "scan" not in found[name].__code__.co_names):
-            raise ConfigError(
-                f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION} is not in the installed version, "
-                f"{importlib.import_module('maxtext').__version__}, or has changed; rampup works with maxtext=={VERSION}"
-            )
+            here = importlib.import_module("maxtext").__version__
+            wanted = f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION}"
+            rule = f"{wanted} is not in the installed version, {here}, or has changed"
+            raise ConfigError(f"{rule}; rampup works with maxtext=={VERSION}")
     train = importlib.import_module(TRAIN)
     utils = importlib.import_module(UTILS)
     latest_step = found["latest_step"]

@@ -5,15 +5,6 @@ global batch is complete. So `max_steps`, `eval_every_n_steps` and the interval 
 
 A gradient is the mean of its microbatches' means, because the trainer divides each loss by its own tokens: a microbatch with
 few tokens counts as much as a full one. rampup's own step weights by tokens. For rows of unequal length the results differ.
-
-    trainer = PeftTrainer(
-        model,
-        rampup.multi_steps(optax.adamw(1e-4), plan),
-        TrainingConfig(max_steps=num_microbatches(plan), eval_every_n_steps=1000, data_sharding_axis=("data",)),
-    )
-    prepare(trainer, rows, plan, mesh)
-    with mesh:
-        trainer.train(())
 """
 
 from __future__ import annotations

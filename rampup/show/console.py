@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 # Of more phases, only the first and the last are printed.
 MAX_PHASES = 20
-MAX_CHOICES = 6
 MAX_TICKS = 2_000
-BAR_WIDTH = 12
 MARK = "*"
-ELLIPSIS = "..."
 
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
 TITLES = {name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()}
@@ -84,9 +81,8 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     for sentence in describe.summary(plan):
         console.print(sentence)
     pipeline = plan.splitter.num_stages > 1
-    scaled = plan.scales_learning_rate
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
-    names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * scaled
+    names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * plan.scales_learning_rate
     rows = plan.phase_rows()
     sizes = {name: TITLES[name] for name in names}
     unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
@@ -95,7 +91,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
 
     def cell(index: int, name: str) -> str:
         if name == "bar":
-            return mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
+            return mark * max(round(12 * plan.ramp.sizes[index] / largest), 1)
         return phase_cell(rows[index], name, rest=describe.last_steps(plan))
 
     layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
@@ -107,7 +103,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
-        for choice in plan.pipeline_candidates[:MAX_CHOICES]:
+        for choice in plan.pipeline_candidates[:6]:
             numbers = (
                 f"{choice.num_pipeline_microbatches:,}",
                 f"{choice.microbatch_size:,}",
@@ -340,7 +336,7 @@ def _print_phases(
                     name, style = (f"({index})", "dim") if index in dim else (str(index), None)
                     table.add_row(name, *(cell(index, column) for column in columns), style=style)
                 elif index == hidden.start:
-                    table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
+                    table.add_row(*["..."] * sum(column.header != "" for column in table.columns))
             if hidden:
                 table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
                 table.caption_justify = "left"
@@ -387,9 +383,8 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
     console.print("a step, from top to bottom; each line is done as often within the one above it:")
-    titles = ("one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how")
+    table = make_table(console, ["one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how"], left=1)
     depths = {"prompts": 0, "responses": 1, "mini batches": 1, "microbatches": 2, "optimizer step": 2}
-    table = make_table(console, titles, left=1)
     table.collapse_padding = console.is_terminal
     for row in plan.timetable():
         *model, what = row["what"].split(": ")
@@ -401,10 +396,10 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
     console.print(table)
     if plan.eval_prompts:
         console.print(f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples")
-    remark = "on-policy: each sample is trained on by the weights that generated it"
     if lag := plan.policy_updates.optimizer_steps - 1:
-        remark = f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
-    console.print(remark)
+        console.print(f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older")
+    else:
+        console.print("on-policy: each sample is trained on by the weights that generated it")
     for model, rows in {each.model: each.padded_samples for each in plan.order if each.padded_samples}.items():
         console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})")
     if stored := plan.to_dict()["experience"]:

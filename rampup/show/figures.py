@@ -26,7 +26,7 @@ from rampup.show.format import format_si
 from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points
 
 Phase = Mapping[str, Any]  # of `drawn_phases`
-RatePoint = tuple[int, int, float]  # step, samples before it, learning rate
+Rates = Mapping[Clock, Callable[[int], float]]  # from a clock to the learning rate of an optimizer step on it
 
 # Dark to light, and dashed: the lines can be told apart in black and white.
 LINES = (
@@ -115,13 +115,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
     return save(figure, path)
 
 
-def draw_rate(
-    plan: RampPlan,
-    rates: Mapping[Clock, Callable[[int], float]],
-    path: str | Path | None = None,
-    *,
-    width: float = DEFAULT_WIDTH,
-) -> Any:
+def draw_rate(plan: RampPlan, rates: Rates, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
     """Draw the learning rate over samples and over steps, with its schedule on each clock.
 
     Args:
@@ -132,9 +126,8 @@ def draw_rate(
     narrow = width < NARROW
     figure = new_figure(width, 6.4 if narrow else 3.6)
     panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
-    points = {clock: rate_points(plan, rate) for clock, rate in rates.items()}
     for axes, unit in zip(panels, ("samples", "steps"), strict=True):
-        _panel_rate(axes, plan, points, unit)
+        _panel_rate(axes, plan, rates, unit)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 if narrow else 2, frameon=False)
     return save(figure, path)
 
@@ -155,9 +148,8 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
         axes.set_xlabel("")
     speed.set_xlim(left=0)
     figure.align_ylabels()
-    columns = 1 if width < NARROW else 3
     handles, labels = (one + two for one, two in zip(*(a.get_legend_handles_labels() for a in (loss, size)), strict=True))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+    figure.legend(handles, labels, loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False)
     return save(figure, path)
 
 
@@ -256,10 +248,9 @@ def plan_panels(plan: RampPlan) -> dict[str, Any]:
     return panels
 
 
-def rate_panels(plan: RampPlan, rates: Mapping[Clock, Callable[[int], float]]) -> dict[str, Any]:
+def rate_panels(plan: RampPlan, rates: Rates) -> dict[str, Any]:
     """Return the parts of `draw_rate` as a small figure each, by title."""
-    points = {clock: rate_points(plan, rate) for clock, rate in rates.items()}
-    panels = {f"Learning rate over {unit}": _panel(_panel_rate, plan, points, unit) for unit in ("samples", "steps")}
+    panels = {f"Learning rate over {unit}": _panel(_panel_rate, plan, rates, unit) for unit in ("samples", "steps")}
     for figure in panels.values():
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=1, frameon=False)
     return panels
@@ -419,14 +410,14 @@ def _panel_bars(axes: Any, phases: Sequence[Phase], name: str, form: str, *, tit
     axes.set_ylim(0, max(values) * 1.15 or 1)
 
 
-def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RatePoint]], unit: str) -> None:
+def _panel_rate(axes: Any, plan: RampPlan, rates: Rates, unit: str) -> None:
     """Draw the learning rate over samples or steps, one line per clock of its schedule."""
     samples = unit == "samples"
-    for number, (clock, line) in enumerate(points.items()):
+    for number, (clock, rate) in enumerate(rates.items()):
         used = clock == plan.learning_rate_clock
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
-        xs = [sample if samples else step for step, sample, _ in line]
-        axes.plot(xs, [rate for *_, rate in line], label=label, linewidth=2.0 if used else 1.3, **line_style(number))
+        steps, before, ys = zip(*rate_points(plan, rate), strict=True)
+        axes.plot(before if samples else steps, ys, label=label, linewidth=2.0 if used else 1.3, **line_style(number))
     prepare(axes, x=UNIT_LABELS[unit], y="learning rate")
     end = plan.consumed_samples if samples else plan.total_steps
     axes.set_xlim(0, end)

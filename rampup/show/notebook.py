@@ -1,7 +1,6 @@
 """HTML for notebooks and reports: the one writer of tables, and the HTML form of each class.
 
-A class takes part by a function registered with `to_html`, and by its name in `rampup.__init__`, which registers it with
-IPython. Neither the classes nor `import rampup` import this module.
+`rampup.__init__` registers the classes of `to_html` with IPython, by name; neither it nor the classes import this module.
 """
 
 from __future__ import annotations

@@ -36,11 +36,9 @@ class Comparison(NamedTuple):
     """A prediction beside its run."""
 
     schedule: str  # the name of the design's schedule that the run has; the closest one, if it has none
-    # What the run has and what was predicted for, if that differs; then nothing else is compared
-    other_settings: tuple[str, ...]
-    # One for each quantity and token count that the run has passed: `quantity`, `tokens`, `predicted`, `low` and `high`, the
-    # ends of its interval, `measured`, `measured_low`, `measured_high`, `off`, measured less predicted, and whether it is
-    # `inside` of the interval; None if not known
+    other_settings: tuple[str, ...]  # what the run has and what was predicted for, if that differs; then there are no rows
+    # One for each quantity and token count that the run has passed; `low` and `high` are the ends of the predicted interval,
+    # `off` is measured less predicted, and `inside` whether it is in the interval. None if not known
     rows: tuple[dict[str, Any], ...]
 
     def sentences(self) -> tuple[str, ...]:
@@ -145,23 +143,18 @@ def _rows(course: Sequence[Mapping[str, Any]], run: RunMetrics, length: int, *, 
             found = (values[place] for values in (run.noise_scales, run.noise_lows, run.noise_highs))
             measured["noise_scale"] = tuple(map(finite_or_none, found))
         for quantity, (value, low, high) in measured.items():
-            predicted, *ends = (_number(point.get(f"{quantity}{end}")) for end in ("", "_low", "_high"))
+            predicted, least, most = (_number(point.get(f"{quantity}{end}")) for end in ("", "_low", "_high"))
             if predicted is not None:
-                row = {"quantity": quantity, "tokens": point["tokens"], "predicted": predicted, "low": ends[0], "high": ends[1]}
+                row = {"quantity": quantity, "tokens": point["tokens"], "predicted": predicted, "low": least, "high": most}
                 row |= {"measured": value, "measured_low": low, "measured_high": high}
                 row["off"] = None if value is None else value - predicted
-                rows.append(row | {"inside": _is_inside(row)})
+                # Whether the intervals of prediction and measurement overlap. An end of None has no limit.
+                first, last = (value, value) if low is None else (low, high)
+                row["inside"] = None
+                if first is not None and least is not None:
+                    row["inside"] = (most is None or first <= most) and (last is None or least <= last)
+                rows.append(row)
     return rows
-
-
-def _is_inside(row: Mapping[str, Any]) -> bool | None:
-    """Return whether the intervals of prediction and measurement overlap, or None if one is not known."""
-    low, high = row["measured_low"], row["measured_high"]
-    if low is None:
-        low = high = row["measured"]
-    if None in (low, row["low"]):
-        return None
-    return bool((row["high"] is None or low <= row["high"]) and (high is None or row["low"] <= high))
 
 
 def _number(value: Any) -> float | None:

@@ -96,10 +96,8 @@ class RunMetrics:
         def values_of(key: str) -> tuple[float, ...]:
             return tuple(_finite_or_nan(row.get(key)) for row in rows)
 
-        counts = {
-            key: tuple(require_count(row, key, name) for row in rows)
-            for key in ("step", "consumed_samples", "global_batch_size", "phase")
-        }
+        keys = ("step", "consumed_samples", "global_batch_size", "phase")
+        counts = {key: tuple(require_count(row, key, name) for row in rows) for key in keys}
         after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
         quantity, evaluated = ("reward", "accuracy") if all("reward" in row for row in rows) else ("loss", "eval_loss")
         evals = [(after[row["step"]], _finite_or_nan(row.get(evaluated))) for row in eval_lines if row["step"] in after]
@@ -110,6 +108,7 @@ class RunMetrics:
             read = {rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()}
             shares = (row["dropped_groups"] / read[row["rollout"]] if read[row["rollout"]] else math.nan for row in rows)
             curves["Share of dropped prompts"] = tuple(shares)
+        seconds = zip(values_of("step_seconds"), values_of("compile_seconds"), strict=True)
         noise = (("scale", ""), ("low", "_low"), ("high", "_high")) if any("noise_scale_samples" in row for row in rows) else ()
         return cls(
             name=name,
@@ -119,10 +118,7 @@ class RunMetrics:
             tokens_per_second=values_of("tokens_per_second"),
             sizes=counts["global_batch_size"],
             learning_rates=values_of("learning_rate"),
-            seconds=tuple(
-                max(step - compiled, 0.0) if math.isfinite(compiled) else step
-                for step, compiled in zip(values_of("step_seconds"), values_of("compile_seconds"), strict=True)
-            ),
+            seconds=tuple(max(step - compiled, 0.0) if math.isfinite(compiled) else step for step, compiled in seconds),
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),
@@ -133,8 +129,8 @@ class RunMetrics:
 
     def noise_at(self, place: int) -> str:
         """Return the noise scale after a step as text, with its interval."""
-        values = (self.noise_scales[place], self.noise_lows[place], self.noise_highs[place])
-        value, low, high = map(finite_or_none, values)
+        series = (self.noise_scales, self.noise_lows, self.noise_highs)
+        value, low, high = (finite_or_none(values[place]) for values in series)
         return str(NoiseEstimate(value=value, low=low, high=high))
 
     def by_phase(self) -> list[dict[str, int | float | str | None]]:

@@ -10,7 +10,6 @@ from helpers.commands import run_json
 from helpers.tiny import TINY_MODEL, command_line
 
 import rampup
-from rampup.batch_size.design_model import DesignModel, NoisePoint, StepTimes, noise_curves
 from rampup.cli import main
 from rampup.config.files import run_yaml
 from rampup.errors import DataError
@@ -108,22 +107,6 @@ def test_design_json(run, capsys):
     assert rampup.design_ramp(config, run, num_devices=1, train_tokens=20_000_000, assume_growth=0.47) == found
 
 
-def test_design_uses_the_measurements(run, capsys):
-    """Hours and waste are those of the model with the formulas that the run follows."""
-    _, found = run_json(capsys, "design", str(run), *LONG)
-    points = []
-    for line in lines_of(run):
-        noise = 2.0 * line["consumed_samples"] ** 0.5
-        points.append(NoisePoint(line["consumed_samples"], line["global_batch_size"], noise, noise, noise))
-    model = DesignModel(noise=noise_curves(points, 0.47)[0], times=StepTimes.fit({4: 1.08, 16: 1.32}))
-    by_name = {candidate["name"]: candidate for candidate in found["candidates"]}
-    large = next(candidate for name, candidate in by_name.items() if candidate["sizes"] == [64])
-    samples = found["train_samples"]
-    assert large["hours"] == pytest.approx(samples / 64 * (1.32 + 48 * 0.02) / 3600, rel=1e-6)
-    small, big = (model.run(((0, size),), samples=samples).progress for size in (4, 64))
-    assert large["wasted_samples"] == pytest.approx(1 - big / small, rel=0.02)
-
-
 def test_design_does_not_extrapolate_without_limit(run, capsys):
     """A run far longer than the measured one needs a named growth; the last measured value is printed beside the last used."""
     assert main(["design", str(run), "--train-tokens", "10B", "--devices", "1"]) == 2
@@ -158,7 +141,9 @@ def test_costs_are_those_of_the_hyperbola(run, capsys):
             reached = [20e6 / LENGTH / (1 + x) / 5299 for x in (overhead, 0.1)]
             penalty = 0.4 / 0.28 * (reached[0] ** -0.28 - reached[1] ** -0.28)
             assert candidate["loss_penalty"] == pytest.approx(penalty, rel=0.02, abs=1e-6)
+            assert candidate["wasted_samples"] == pytest.approx(1 - 1.1 / (1 + overhead), rel=0.02, abs=1e-6)
             assert candidate["more_tokens_if_noise_is_half"] == pytest.approx((1 + 2 * overhead) / (1 + overhead) - 1, rel=0.01)
+            assert candidate["hours"] == pytest.approx(found["train_samples"] / batch * (1 + 0.02 * batch) / 3600, rel=0.01)
             hours = [candidate[f"hours{end}"] for end in ("_low", "", "_high")]
             assert hours == sorted(hours)
             # Between the time of the largest timed step, of 16, and one in proportion to the batch.

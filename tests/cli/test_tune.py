@@ -62,13 +62,8 @@ def test_print_tuning_for_an_absent_slice():
     phases = [FOUND["phases"][0] | estimate]
     found = FOUND | slices | {"candidates": rows, "alternatives": others, "run_seconds": None, "phases": phases}
     text = printed(found)
-    for part in (
-        "2 16 1 GiB 2 ms 4,000 fits",
-        "4 16 1 GiB not timed does not fit",
-        "alternative: rampup_microbatch=auto: 3 s, x 1.50; 2 compiled programs",
-        "1 GiB 4,000",
-    ):
-        assert part in text
+    parts = "2 16 1 GiB 2 ms 4,000 fits", "4 16 1 GiB not timed does not fit", "1 GiB 4,000"
+    assert all(part in text for part in (*parts, "alternative: rampup_microbatch=auto: 3 s, x 1.50; 2 compiled programs"))
     assert "recommended so far" in printed(found | {"interrupted": True})
 
 

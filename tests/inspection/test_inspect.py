@@ -267,27 +267,23 @@ def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
     """A clear error for a file that is missing or no program, an object that is no step, and senseless trip counts."""
     (tmp_path / "a.txt").write_text("module @jit_f {\n}\n")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(DataError, match="no line starts with ENTRY"):
-        rampup.inspect(tmp_path / "a.txt")
     text = jax.jit(scan_step).lower(place(mesh, PARAMS), batch_of(mesh)).compile().as_text()
     head = text[: text.index("\n", text.index("ENTRY")) + 1]
-    for short in (text[: text.rindex("ROOT")], head, head + "}\n"):
-        with pytest.raises(DataError, match="cut short"):
-            rampup.inspect(short)
-    with pytest.raises(DataError, match="not compiled yet"):
-        rampup.inspect(text.replace("is_scheduled=true, ", ""))
-    with pytest.raises(ConfigError, match="mesh=data=3 has 3 devices, but the program has 4"):
-        rampup.inspect(text, mesh=(("data", 3),))
-    with pytest.raises(DataError, match="not text"):
-        rampup.inspect(str(tmp_path / "b.txt"))
-    with pytest.raises(DataError, match="no file"):
-        rampup.inspect("nowhere.txt")
-    with pytest.raises(ConfigError, match="is not a step"):
-        rampup.inspect(3)
-    with pytest.raises(ConfigError, match="at least 1"):
-        rampup.inspect(lambda x: x, jnp.ones(2), loop_trips=0)
-    with pytest.raises(ConfigError, match="takes a state and a batch"):
-        rampup.inspect(rampup_step(mesh)[0], 1)
+    for error, message, args, options in (
+        (DataError, "no line starts with ENTRY", [tmp_path / "a.txt"], {}),
+        (DataError, "cut short", [text[: text.rindex("ROOT")]], {}),
+        (DataError, "cut short", [head], {}),
+        (DataError, "cut short", [head + "}\n"], {}),
+        (DataError, "not compiled yet", [text.replace("is_scheduled=true, ", "")], {}),
+        (ConfigError, "mesh=data=3 has 3 devices, but the program has 4", [text], {"mesh": (("data", 3),)}),
+        (DataError, "not text", [str(tmp_path / "b.txt")], {}),
+        (DataError, "no file", ["nowhere.txt"], {}),
+        (ConfigError, "is not a step", [3], {}),
+        (ConfigError, "at least 1", [lambda x: x, jnp.ones(2)], {"loop_trips": 0}),
+        (ConfigError, "takes a state and a batch", [rampup_step(mesh)[0], 1], {}),
+    ):
+        with pytest.raises(error, match=message):
+            rampup.inspect(*args, **options)
 
 
 def test_an_inspection_prints_what_the_command_prints(mesh, tmp_path, capsys):

@@ -13,8 +13,6 @@ from rampup.rl.starting_sizes import suggest
 from rampup.show.console import MAX_PHASES, is_for_a_log, print_plan, print_rollout, print_suggestion, print_timetable
 
 RAMP = {"enable_rampup_batch_size": True}
-
-
 TERMINALS = [{}, {"force_terminal": True, "color_system": None}]
 
 
@@ -57,22 +55,15 @@ def test_print_plan_leaves_out_the_middle_of_many_phases(phases):
     assert f"\n{phases // 2:>5}" in printed(print_plan, plan, max_phases=None)
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, False),
-        ({"SLURM_PROCID": "0"}, True),
-        ({"SLURM_PROCID": "0", "SLURM_PTY_PORT": "4000"}, False),  # srun --pty
-        ({"OMPI_COMM_WORLD_RANK": "0"}, True),
-    ],
-)
-def test_a_terminal_of_a_launcher_is_for_a_log(variables, expected, monkeypatch):
-    """Srun --unbuffered and mpirun give each process a terminal, whose output goes into a log."""
-    for name in ("SLURM_PROCID", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert is_for_a_log() == expected
+def test_a_terminal_of_a_launcher_is_for_a_log(monkeypatch):
+    """Srun --unbuffered and mpirun give each process a terminal, whose output goes into a log; srun --pty is for people."""
+    names = ("SLURM_PROCID", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK")
+    for given, expected in (([], False), (names[:1], True), (names[:2], False), (names[2:], True)):
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name in given:
+            monkeypatch.setenv(name, "0")
+        assert is_for_a_log() == expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
