@@ -89,11 +89,6 @@ class Account:
     memory_bytes: tuple[int, ...]
     kernels: tuple[str, ...] = ()  # custom calls whose cost is unknown, such as Pallas kernels without an estimate
 
-    @property
-    def num_open_loops(self) -> int:
-        """How deep loops are nested whose bound is an argument."""
-        return len(self.flops) - 1
-
     def total_flops(self, loop_trips: Sequence[int]) -> dict[str, int]:
         """Return the FLOPs of a run by type."""
         total = Counter[str]()

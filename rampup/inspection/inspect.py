@@ -420,7 +420,7 @@ def _findings(found: Inspection) -> Iterator[str]:
     for inside, start in ((True, "inside a loop the program"), (False, "the program")):
         if what := sorted({what for what, in_loop in found.host_transfers if in_loop == inside}):
             yield f"{start} exchanges data with the host: {', '.join(what)}"
-    if found.account.num_open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
+    if len(found.account.flops) - 1 > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
         yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
 
 

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.loop import events
-from rampup.plan.plan import RampPlan
 from rampup.rl.schedule import RolloutSchedule
 from rampup.show.console import is_for_a_log, print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
@@ -110,24 +109,17 @@ class TrainProgress:
 
     Args:
         console: where to print; None = standard output.
-        plan: not needed: every loop reports it.
         log_period: steps between lines if there is no bar.
         quiet: print nothing.
         resume_options: of the command that resumes a run of `rampup train`.
     """
 
     def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        plan: RampPlan | RolloutSchedule | None = None,
-        log_period: int = 20,
-        quiet: bool = False,
-        resume_options: str = "",
+        self, console: Console | None = None, *, log_period: int = 20, quiet: bool = False, resume_options: str = ""
     ) -> None:
         plain = {"highlight": False, "markup": False}
         self._console = console or Console(**plain, force_terminal=False if is_for_a_log() else None)
-        self._plan = plan
+        self._plan: Any = None  # that of the run, with which every loop starts
         self._log_period = log_period
         self._quiet = quiet
         self._resume_options = resume_options
@@ -173,15 +165,14 @@ class TrainProgress:
                     self._console.print(f"auto after step {event.step:,}: {event.outlook}")
             case events.PhaseStarted():
                 parts = [f"phase {event.phase} from step {event.step:,}"] if self._has_phases else []
-                if self._plan is not None:
-                    split = self._plan.splits[event.phase]
-                    parts.append(f"{split.global_batch_size:,} samples per step = {describe_split(split)}")
+                split = self._plan.splits[event.phase]
+                parts.append(f"{split.global_batch_size:,} samples per step = {describe_split(split)}")
                 self._console.print(": ".join(parts))
             case events.StepDone(metrics=metrics):
                 if self._recent:  # The first step is left out, with its compilation.
                     self._compile_seconds += metrics.get("compile_seconds", 0.0)
                 self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
-                line = f"step {metrics['step']:,}" + ("" if self._plan is None else f" of {self._plan.total_steps:,}")
+                line = f"step {metrics['step']:,} of {self._plan.total_steps:,}"
                 line += f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
                 line += f", phase {metrics['phase']}" if self._has_phases else ""
                 line += f", batch {metrics['global_batch_size']:,}, loss {_format_loss(metrics['loss'])}"
@@ -261,13 +252,12 @@ class TrainProgress:
     @property
     def _has_phases(self) -> bool:
         """Whether the run has a ramp, or may get one."""
-        plan = self._plan
-        return plan is None or len(plan.splits) > 1 or (isinstance(plan, RampPlan) and plan.auto_schedule == "follow")
+        return len(self._plan.splits) > 1 or getattr(self._plan, "auto_schedule", None) == "follow"
 
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate, without compilations; "?" until two steps are done."""
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
-        if self._plan is None or s1 == s0:
+        if s1 == s0:
             return "?"
         minutes, seconds = divmod(round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60)
         hours, minutes = divmod(minutes, 60)
