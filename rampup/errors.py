@@ -113,11 +113,7 @@ class StorageError(RampupError, OSError):
 
 
 class NonFiniteError(RampupError, ArithmeticError):
-    """Too many consecutive optimizer steps with a loss or gradient that is not finite.
-
-    Attributes:
-        steps: the numbers of these steps, in order.
-    """
+    """Too many consecutive optimizer steps, numbered `steps`, with a loss or gradient that is not finite."""
 
     def __init__(self, message: str, *, steps: Sequence[int], key: str | None = None) -> None:
         super().__init__(message, key=key)
@@ -134,10 +130,7 @@ def choice_error(name: str, value: object, choices: Sequence[str]) -> ConfigErro
 
 
 def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
-    """Raise all problems as one error of the first problem's type. Do nothing if there are none.
-
-    `closing` ends the message: what could not be checked because of these problems.
-    """
+    """Raise all problems, if any, as one error of the first one's type. `closing` ends its message: what is not checked yet."""
     if problems:
         raise combine(problems, closing)
 

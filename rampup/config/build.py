@@ -41,11 +41,9 @@ def build_plan(
 
     Args:
         config: the configuration.
-        num_devices: the number of devices. None = the configuration's `num_devices`, which must then not be -1.
-        ramp: the ramp of a resumed run, instead of the one that the configuration describes.
-        seesaw: the transform that made this ramp, if any.
-        eval_size: samples of an evaluation batch of a resumed run, instead of the configured size.
-        reserved_sizes: the sizes of `batch_size_schedule: auto` of a resumed run, instead of the configured ones.
+        num_devices: None = the configuration's `num_devices`, which must then not be -1.
+        ramp, seesaw: the ramp of a resumed run and the transform that made it, instead of those that the keys describe.
+        eval_size, reserved_sizes: its evaluation batch in samples, and its sizes of `batch_size_schedule: auto`.
 
     Raises:
         RampupError: the rules that the configuration breaks in any phase or in evaluation, all at once.

@@ -65,10 +65,9 @@ class ConfigFile:
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """The JSON schema (draft 2020-12) of every file with these keys, with which an editor checks and completes it.
+        """The JSON schema (draft 2020-12) with which an editor checks and completes such files; dotted keys may be nested.
 
-        It accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest is left
-        to `rampup plan`. Dotted keys may also be nested.
+        It accepts legal values as people write them, and refuses other types and numbers outside the limits.
         """
         base = {
             "description": "The configuration that provides all values not set here: a file in the same folder, or one that "
@@ -124,10 +123,7 @@ BASE_FILE = ConfigFile(
 
 
 def run_yaml(config: Settings, **changes: Any) -> str:
-    """Return a file that sets every key as a run has it: it can be planned, plotted and repeated from this file.
-
-    `changes` are values that the run has found out, such as `num_devices`.
-    """
+    """Return a file that sets every key as a run has it, with `changes` that the run has found out, such as `num_devices`."""
     return yaml_text("# The configuration that this run was last started with.\n", config.keys(), config.to_dict() | changes)
 
 
@@ -171,10 +167,7 @@ def yaml_value(value: Any) -> str:
 
 
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
-    """Return the explanation of a key of the first file that has it, as `rampup explain --json` prints it.
-
-    An unknown key is a ConfigError with the closest ones.
-    """
+    """Return a key's explanation from the first file that has it, as `rampup explain --json` prints it; or name close keys."""
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         # Keys that are spelled like the name, or that have a part which is.

@@ -24,6 +24,7 @@ from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
+from rampup.plan.refusal import END, START
 
 MAX_ROUNDS = 20
 # Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least this.
@@ -36,8 +37,6 @@ SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE = "batch_size_schedule"
 DEVICES = "num_devices"
 PARALLELISM = "_parallelism"
-FIRST_SIZE = "per_device_batch_size_start"
-FINAL_SIZE = "per_device_batch_size"
 LINEAR = "enable_rampup_batch_size"
 
 
@@ -79,10 +78,9 @@ def find_fix(
     environ: Mapping[str, str] | None = None,
     check: Callable[[Config], object],
 ) -> Fix:
-    """Return a legal configuration near a refused one; `check` raises a RampupError unless a configuration is legal.
+    """Return a legal configuration near a refused one, for which `check` raises no RampupError, or raise what is left.
 
-    A value that was set outside the file is changed there. If no offered value leads to a legal configuration, or the file
-    cannot be read, that is a RampupError; it names the problem that is left.
+    A value that was set outside the file is changed there.
     """
     file = find_config(path)
     text = read_text(file)
@@ -173,10 +171,9 @@ class _Draft:
         return 0
 
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
-        """Return the draft after edits, names first; None if one of them cannot be made.
+        """Return the draft after edits, names first: a key with a value as in YAML, or an unknown name with the name of a key.
 
-        A key gets a value as written in YAML, an unknown name the name of a key. No edit can be made if the text of the value
-        is an alias or has one, or if the right name is already there.
+        None if one cannot be made: the text of the value is an alias or has one, or the right name is already there.
         """
         draft: _Draft | None = self
         for name in sorted(edits, key=lambda name: name in KEYS):
@@ -222,10 +219,7 @@ class _Draft:
 
 
 def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _Draft) -> Iterator[tuple[str, str]]:
-    """Yield edits that may solve a problem, the nearest first: a key with a value, or an unknown name with a key.
-
-    `problems` are all of this round: the refused sizes of a schedule change together.
-    """
+    """Yield edits that may solve one of a round's problems, nearest first: a key and a value, or an unknown name and a key."""
     name = problem.key
     if name is None:
         return
@@ -278,10 +272,7 @@ def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _
 
 
 def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> str | None:
-    """Return a schedule with near sizes in place of refused ones, moved as little as possible.
-
-    It grows, stays and falls where it did; None if no such sizes are near.
-    """
+    """Return a schedule with near sizes for refused ones, as little moved as possible, that grows and falls where it did."""
     written = SCHEDULED_SIZES.findall(schedule)
     try:
         sizes = [parse_count(text, what="size") for text in written]
@@ -312,9 +303,9 @@ def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> 
         """Return the legal sizes per device: the first and the last of a linear ramp, or that of a constant batch."""
         if _value(located, SCHEDULE) is not None:
             return []
-        ramp = _value(located, LINEAR) if LINEAR in located else FINAL_SIZE not in located
-        values = [_value(located, key) for key in ((FIRST_SIZE, FINAL_SIZE) if ramp is True else (FINAL_SIZE,))]
-        return [exact_fraction(value, what="size") for value in values] if all(map(KEYS[FINAL_SIZE].allows, values)) else []
+        ramp = _value(located, LINEAR) if LINEAR in located else END not in located
+        values = [_value(located, key) for key in ((START, END) if ramp is True else (END,))]
+        return [exact_fraction(value, what="size") for value in values] if all(map(KEYS[END].allows, values)) else []
 
     old, new = sizes(before), sizes(after)
     if len(old) == 2 and old[0] < old[1] and not (len(new) == 2 and new[0] < new[1]):

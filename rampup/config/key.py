@@ -110,11 +110,9 @@ class Key:
     group: str | None = None
     unit: str | None = None  # the unit of its values, if they have one
     choices: tuple[str, ...] = ()  # the only legal values, if there are few
-    # Limits, inclusive.
-    minimum: float | None = None
+    minimum: float | None = None  # limits, inclusive
     maximum: float | None = None
-    # Limits, exclusive.
-    above: float | None = None
+    above: float | None = None  # limits, exclusive
     below: float | None = None
     also: tuple[int, ...] = ()  # legal values outside the limits, such as -1 for automatic
     nullable: bool = False  # whether null is legal
@@ -139,10 +137,7 @@ class Key:
         return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
     def read(self, name: str, value: object) -> Any:
-        """Convert a value from YAML or Python to this key's type and check its limits.
-
-        A ConfigError about the key called `name` gives the legal values.
-        """
+        """Convert a value from YAML or Python to this key's type and check its limits; an error calls it `name`."""
         if value is None and "none" in self.choices:
             return "none"
         if isinstance(value, bool) and "off" in self.choices:

@@ -53,10 +53,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> S:
-    """Read a configuration of any schema; see `load_config`.
-
-    In a file, a dotted key may also be nested. In a variable's name, underscores replace dots.
-    """
+    """Read a configuration of any schema. Dotted keys may be nested in a file; in a variable, underscores replace the dots."""
     file = find_config(path)
     located, problems = locate_values(file, overrides, environ or {}, schema.keys(), text=text)
     values = {name: entry.value for name, entry in located.items()}
@@ -74,11 +71,12 @@ def load_settings(
     if refused is None:
         return config
     # Keys that contradict each other may come from different lines: the error names the file, or what won over it.
-    message = str(refused)
-    blamed = {problem.key for problem in refused.problems or (refused,)}
-    named = [entry for name, entry in located.items() if name in blamed or re.search(rf"(?<![\w.]){re.escape(name)}=", message)]
-    outside = dict.fromkeys(entry.path for entry in named if entry.line is None)
-    contradiction = ConfigError(message, key=refused.key, nearest=refused.nearest, path=" and ".join(outside) or str(file))
+    places: dict[str, None] = {}
+    for problem in refused.problems or (refused,):
+        outside = {name: entry for name, entry in located.items() if entry.line is None}
+        named = [name for name in outside if name == problem.key or re.search(rf"(?<![\w.]){re.escape(name)}=", str(problem))]
+        places |= dict.fromkeys([outside[name].path for name in named] or [str(file)])
+    contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=" and ".join(places))
     contradiction.problems = refused.problems
     raise contradiction
 

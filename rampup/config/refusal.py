@@ -144,10 +144,7 @@ def _unused_entries(config: Config, used: set[int]) -> list[tuple[int, int]]:
 
 
 def _size_errors(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]], *, is_schedule: bool) -> list[RampupError]:
-    """Return the errors about global batches, each with where the run has it, that a splitter does not allow.
-
-    If a given microbatch size is to blame, they say so.
-    """
+    """Return the errors about global batches that a splitter refuses, each with its place, or that about a given microbatch."""
     refused = [(size, where) for size, where in sizes if not splitter.allows(size)]
     fixed = splitter.microbatch_size
     unfixed = replace(splitter, microbatch_size=AUTO)
@@ -179,6 +176,6 @@ def _devices_of_schedule(config: Config, num_devices: int) -> str:
         return ""
     with contextlib.suppress(RampupError):
         ramp = ramp_from_config(config, num_devices, budget=build.budget_samples(config))
-        numbers = numbers_that_can(config, ramp, num_devices, {"ramp": ramp})
+        numbers = numbers_that_can(config, num_devices, {"ramp": ramp})
         return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
     return ""

@@ -35,11 +35,10 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
 
 
 def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
-    """Return the plan of a resumed run from the `ramp_record` in its checkpoint and the checkpoint's `step`.
+    """Return the plan of a resumed run from its checkpoint's `ramp_record` and `step`.
 
-    Unchanged keys of the ramp keep its batches, also on another number of devices. If they define another ramp,
-    `on_plan_change` decides. A ResumeMismatchError gives the nearest numbers of devices that can split the batches, or shows
-    both ramps.
+    Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError gives the nearest numbers of devices that
+    can split them. For another ramp, `on_plan_change` decides.
     """
     before = BatchRamp.from_rows(record["ramp"])
     now = ramp_keys(config)
@@ -50,7 +49,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
             return build_plan(config, num_devices, **same)
         except (BatchDivisibilityError, PipelineShapeError) as error:
             was = record["num_devices"]
-            numbers = numbers_that_can(config, before, was, same)
+            numbers = numbers_that_can(config, was, same)
             text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
             text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
             raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
@@ -73,10 +72,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:
-    """Return the keys that define the ramp, as text.
-
-    The length of the run is among them only if the ramp depends on it, and the learning-rate schedule only with Seesaw.
-    """
+    """Return the keys that define the ramp, as text: the run's length if it counts, and the rate's schedule with Seesaw."""
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
     if config.batch_size_schedule == AUTO_SCHEDULE:
         names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
@@ -100,12 +96,8 @@ def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) ->
 
 
 def possible_devices(config: Config, plan: RampPlan) -> list[int]:
-    """Return the numbers of devices on which a run can continue with the batches of a plan: each can split every one of them.
-
-    If the configuration leaves an axis open that does not shard the batch, larger ones are left out.
-    """
-    same = _same_batches(config, plan.ramp, ramp_record(config, plan))
-    return numbers_that_can(config, plan.ramp, plan.num_devices, same)
+    """Return the numbers of devices on which a run can continue with the batches of a plan; see `numbers_that_can`."""
+    return numbers_that_can(config, plan.num_devices, _same_batches(config, plan.ramp, ramp_record(config, plan)))
 
 
 def list_devices(numbers: Sequence[int]) -> str:
@@ -116,16 +108,14 @@ def list_devices(numbers: Sequence[int]) -> str:
     return ", ".join(shown) or "none"
 
 
-def numbers_that_can(config: Config, ramp: BatchRamp, num_devices: int, same: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of devices, in ascending order, on which there is a plan with the batches of a ramp.
-
-    If the configuration leaves an axis open that does not shard the batch, the largest is about four times `num_devices`.
-    `same` are the arguments with which `build_plan` keeps the batches.
+def numbers_that_can(config: Config, num_devices: int, same: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of devices, ascending, that have a plan with the batches that the arguments `same` keep; up to about
+    four times `num_devices` with an open axis that does not shard the batch.
     """
     sizes = {f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES}
     known = math.prod(getattr(config, key) for key in sizes if getattr(config, key) != AUTO)
     # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
-    factors = divisors(math.gcd(*ramp.sizes))
+    factors = divisors(math.gcd(*same["ramp"].sizes))
     if any(getattr(config, key) == AUTO and axis not in ("data", "fsdp") for key, axis in sizes.items()):
         factors = list(range(1, 4 * num_devices // known + 1))
     found = []

@@ -19,16 +19,12 @@ from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
 from rampup.plan.per_device import AUTO_SCHEDULE, SCHEDULE_UNITS
 from rampup.plan.ramp import AUTO_MODES, AutoMode
+from rampup.plan.refusal import START
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
 # The switch of the linear ramp, and the keys that only it uses.
 _LINEAR = "enable_rampup_batch_size"
-_LINEAR_KEYS = (
-    "per_device_batch_size_start",
-    "per_device_batch_size_increment",
-    "global_rampup_samples",
-    "rampup_carry_overshoot",
-)
+_LINEAR_KEYS = (START, "per_device_batch_size_increment", "global_rampup_samples", "rampup_carry_overshoot")
 
 # The keys that set the length of a run; one of them is given.
 BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
@@ -183,7 +179,7 @@ class RunKeys(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchKeys(Settings):
-    """The keys of the global batch of every step, and its microbatches."""
+    """The keys that a plan's batches depend on: batch, ramp, devices, mesh axes and pipeline."""
 
     per_device_batch_size: Fraction = _batch(Fraction(8), above=0, unit="samples", maxtext="12.0", ramp=True,
         per_accumulation=True, doc="""
@@ -233,11 +229,9 @@ class BatchKeys(Settings):
         over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise,
         false if per_device_batch_size or batch_size_schedule is set.""")
     per_device_batch_size_start: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
-        doc="""
-        Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
+        doc="""Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
     per_device_batch_size_increment: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
-        doc="""
-        Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size -
+        doc="""Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size -
         per_device_batch_size_start.""")
     global_rampup_samples: int = _ramp(3000, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
         Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole
@@ -269,14 +263,8 @@ class BatchKeys(Settings):
         decay becomes a staircase. If steps is set, the run has the samples that these steps would have without Seesaw. Needs
         learning_rate_clock=samples. null: off.""")
     seesaw_max_batch_size: int | None = _ramp(None, kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True,
-        doc="""
-        Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor. Batches that
-        grow are rounded down to sizes that can be split. null: no limit.""")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceKeys(Settings):
-    """The keys of the devices, processes and mesh axes."""
+        doc="""Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor.
+        Batches that grow are rounded down to sizes that can be split. null: no limit.""")
 
     num_devices: int = _devices(-1, own=True, doc="""
         Devices to plan for. -1: the devices of this machine. Training always uses the devices that JAX finds.""")
@@ -286,8 +274,7 @@ class DeviceKeys(Settings):
         Whether this process joins others. auto: if a launcher or the next three keys say that it is one of several. on: always;
         one that was started alone is refused. off: never.""")
     coordinator_address: str | None = _devices(None, kind="text", nullable=True, minimum=None, also=(), unit=None, own=True,
-        doc="""
-        Address (host:port) of process 0, for multi-process runs. null: taken from the launcher's environment.""")
+        doc="""Address (host:port) of process 0, for multi-process runs. null: taken from the launcher's environment.""")
     num_processes: int = _devices(-1, unit=None, own=True, doc="""
         Number of processes of the run. -1: taken from the launcher's environment.""")
     process_id: int = _devices(-1, minimum=0, unit=None, own=True, per_process=True, doc="""
@@ -325,11 +312,6 @@ class DeviceKeys(Settings):
         Factor of the pipeline stages across slices. The number of stages is ici_pipeline_parallelism *
         dcn_pipeline_parallelism.""")
 
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineKeys(Settings):
-    """The keys of the pipeline's microbatches, repeats and layers."""
-
     num_pipeline_microbatches: int = _pipeline(-1, doc="""
         Microbatches per pipeline pass: a multiple of the stages (see pipeline_strict_multiple). -1: the fewest, with the
         largest microbatch; or those with the lowest predicted step time, if pipeline_tick_overhead is set or rampup_microbatch
@@ -344,9 +326,8 @@ class PipelineKeys(Settings):
     pipeline_delay_activation_forwarding: bool = _pipeline(False, doc="""
         MaxText's delayed activation forwarding: num_pipeline_microbatches must be at least twice the stages.""")
     pipeline_tick_overhead: float | None = _pipeline(None, kind="float", minimum=0, nullable=True, unit="samples", own=True,
-        doc="""
-        Measured overhead of one pipeline tick, in samples per replica; an automatic num_pipeline_microbatches then minimizes
-        the predicted step time. null: not measured.""")
+        doc="""Measured overhead of one pipeline tick, in samples per replica; an automatic num_pipeline_microbatches then
+        minimizes the predicted step time. null: not measured.""")
     pipeline_keep: str = _pipeline("nothing", choices=("nothing", "dots"), own=True, doc="""
         Activations that a stage keeps for the backward pass in addition to its input. nothing: it recomputes all of them. dots:
         the results of matrix products.""")
@@ -388,9 +369,8 @@ class OptimizerKeys(Settings):
         power_lines: the same for runs of one length; over lengths it falls as tokens**-0.527 (Bergsma et al. 2025). complete:
         sde, with the weight decay of timescale (Mlodozeniec et al. 2025).""")
     learning_rate_batch_scaling: Literal["auto"] | BatchScaling = _rate("auto", choices=("auto", *BATCH_SCALING), own=True,
-        doc="""
-        Factor on the learning rate for a batch k times that of batch_scaling_reference: none, sqrt(k) or linear, which is k.
-        auto: that of batch_scaling; if that has none and batch_size_schedule=auto, sqrt, or linear for opt_type sgd.""")
+        doc="""Factor on the learning rate for a batch k times that of batch_scaling_reference: none, sqrt(k) or linear, which
+        is k. auto: that of batch_scaling; if that has none and batch_size_schedule=auto, sqrt, or linear for opt_type sgd.""")
     batch_scaling_reference: int | None = _rate(None, kind="int", minimum=1, nullable=True, unit="samples", own=True,
         identity=True, doc="""
         Global batch for which learning_rate and AdamW's constants are given; batch_scaling is relative to it. null: the batch
@@ -408,9 +388,8 @@ class OptimizerKeys(Settings):
     adam_eps: float = _optimizer(1e-8, "Term added to AdamW's denominator for numerical stability.", above=0)
     adam_weight_decay: float = _optimizer(0.1, "Decoupled weight decay of AdamW.", minimum=0)
     adam_b2_floor: float | None = _optimizer(None, kind="float", minimum=0, below=1, nullable=True, own=True, identity=True,
-        doc="""
-        Smallest value that batch_scaling may give adam_b2. Too low a value for large batches makes losses spike. null: no
-        limit.""")
+        doc="""Smallest value that batch_scaling may give adam_b2. Too low a value for large batches makes losses spike. null:
+        no limit.""")
     adam_weight_decay_reference_tokens: int | None = _optimizer(None, kind="int", minimum=1, nullable=True, unit="tokens",
         own=True, identity=True, doc="""
         Tokens of the run for which adam_weight_decay was chosen, with a model of this size. For k times as many tokens,
@@ -516,11 +495,10 @@ class DataKeys(Settings):
 
 # The fields of the last base come first.
 @dataclass(frozen=True, kw_only=True)
-class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, BatchKeys, RunKeys):
+class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     """A complete, checked configuration; every attribute is a key of the YAML file. A function takes the group that it needs.
 
-    Raises:
-        ConfigError: the bad values or, if there are none, the keys that contradict each other. All of them at once.
+    A ConfigError has all bad values or, if there are none, all keys that contradict each other.
 
     Example:
         >>> Config(steps=10).steps
@@ -586,14 +564,11 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, Batch
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
             rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
             refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
-        if self.gradient_accumulation != "fused":
-            needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
-            if self.measure_gradient_noise:
-                refuse("measure_gradient_noise", f"measure_gradient_noise=true {needs}", False)
-            if self.whole_batch:
-                refuse("whole_batch", f"whole_batch=true {needs}", False)
-            if (dtype := self.gradient_accumulator_dtype) != "float32":
-                refuse("gradient_accumulator_dtype", f"gradient_accumulator_dtype={dtype} {needs}", "float32")
+        others = {"measure_gradient_noise": False, "whole_batch": False, "gradient_accumulator_dtype": "float32"}
+        for name, legal in others.items() if self.gradient_accumulation != "fused" else ():
+            if (value := getattr(self, name)) != legal:
+                needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
+                refuse(name, f"{name}={str(value).lower()} {needs}", legal)
         if self.whole_batch and self.measure_gradient_noise:
             rule = "measure_gradient_noise=true compares microbatches, but with whole_batch=true a step has only one"
             refuse("measure_gradient_noise", rule, False)
@@ -648,7 +623,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, Batch
 
         # A key of the linear ramp is set, and nothing says whether there is one.
         is_auto = self.batch_size_schedule == AUTO_SCHEDULE
-        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == _LINEAR_KEYS[0])]
+        # `auto` starts with the first size of the ramp.
+        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == START)]
         from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
         if ignored and _LINEAR not in self._given and not from_preset:
             values = self.to_dict()
@@ -663,10 +639,8 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, Batch
 
 
 def auto_implies(*, has_budget: bool) -> dict[str, Any]:
-    """Return the keys that `batch_size_schedule: auto` needs, each with the only value that works.
-
-    They are: no second ramp, the measurement, and a clock that counts what the length of the run counts. The other unit depends
-    on batches that are decided later.
+    """Return the only values that work with `batch_size_schedule: auto`: no second ramp, the measurement, and the clock that
+    counts what the length of the run counts, as the other unit depends on later batches.
     """
     clock = "samples" if has_budget else "steps"
     return {_LINEAR: False, "measure_gradient_noise": True, "learning_rate_clock": clock}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,26 +41,29 @@ class _Loader(yaml.SafeLoader):
 
 # As Python has them: 1_600, and not 1__600 or 1600_, which are text.
 _DIGITS = r"[0-9](?:_?[0-9])*"
-_SCALARS = {
-    "null": (r"~|null|Null|NULL|None|none|NONE|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("tTfFyYnNoO")),
-    "int": (rf"[-+]?{_DIGITS}", list("-+0123456789")),
+# The scalars of YAML 1.2: pattern, first characters, and value.
+_SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
+    "null": (r"~|null|Null|NULL|None|none|NONE|", ["~", "n", "N", ""], lambda text: None),
+    "bool": (
+        r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF",
+        list("tTfFyYnNoO"),
+        lambda text: text.lower() in ("true", "yes", "on"),
+    ),
+    "int": (rf"[-+]?{_DIGITS}", list("-+0123456789"), int),
     "float": (
         rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
         rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
         r"|\.(?:nan|NaN|NAN)|nan",
         list("-+.0123456789in"),
+        lambda text: float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
     ),
 }
-for _name, (_pattern, _first) in _SCALARS.items():
+for _name, (_pattern, _first, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
-    """Read YAML text that is one mapping; `path` is its name in errors.
-
-    If `repeated` is given, a name may be repeated: its last value counts, and its dotted name and line are added there.
-    """
+    """Read YAML text that is one mapping. With `repeated`, names may repeat: the last counts, and its line is added there."""
     mapping, twice = _parse(text, path, repeated is not None)
     if repeated is not None:
         repeated.update(twice)
@@ -175,16 +178,7 @@ class _Reader:
 
 
 def _scalar(text: str, tag: str, path: str, line: int | None) -> Any:
-    kind = tag.removeprefix(_PREFIX)
     try:
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return text.lower() in ("true", "yes", "on")
-        if kind == "int":
-            return int(text)
-        if kind == "float":
-            return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+        return _SCALARS[kind][2](text) if (kind := tag.removeprefix(_PREFIX)) in _SCALARS else text
     except ValueError:
         raise ConfigError(f"{text[:50]!r} is not a usable number", path=path, line=line) from None
-    return text

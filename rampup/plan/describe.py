@@ -46,8 +46,7 @@ def describe_plan(plan: RampPlan) -> str:
         cells[half + 1 : -half] = [["..."] * len(rows[0])]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    rows_to_load = loading(plan)
-    loaded = [] if rows_to_load is None else [f"loading: {rows_to_load}"]
+    loaded = [] if (rows_to_load := loading(plan)) is None else [f"loading: {rows_to_load}"]
     return "\n".join([*summary(plan), *table, *loaded, *(f"note: {note}" for note in advice(plan))])
 
 
@@ -137,8 +136,7 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
     candidates = plan.pipeline_candidates
     used = next((candidate for candidate in candidates if candidate.microbatch_size == final.microbatch_size), None)
-    if used is not None and candidates[0].predicted_time <= Fraction(19, 20) * used.predicted_time:
-        best = candidates[0]
+    if used is not None and (best := candidates[0]).predicted_time <= Fraction(19, 20) * used.predicted_time:
         gain = float(1 - best.predicted_time / used.predicted_time)
         faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
         cost = f"if a pipeline tick has a fixed cost of {float(plan.assumed_tick_overhead):g} samples"
@@ -166,9 +164,8 @@ def token_budget(
 ) -> dict[str, Any]:
     """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
 
-    `fewer_steps_than_first` are steps saved compared with the first batch size, `more_steps_than_final` steps added compared
-    with the last; of a decreasing batch they are negative. A size without throughput in `tokens_per_second` uses the nearest
-    one, by ratio.
+    `fewer_steps_than_first` are saved compared with the first batch size, `more_steps_than_final` added compared with the last.
+    A size without throughput uses the nearest one, by ratio.
     """
     for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
         if not 1 <= value <= MAX_COUNT:

@@ -1,8 +1,8 @@
 """The learning rate during a ramp: its scale in each phase, and the clock of its schedule.
 
-Seesaw makes cuts of the learning rate into growth of the batch (Meterez et al. 2025, arXiv 2510.14717). A cut by a at a batch B
-behaves like a cut by sqrt(a) with a batch a times larger, as long as the noise of the gradient dominates, and takes fewer
-steps. For SGD, the batch takes the whole cut (Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level *
+Seesaw makes cuts of the learning rate into growth of the batch (Meterez et al. 2025, arXiv 2510.14717). A cut by a is like a
+cut by sqrt(a) with a batch a times larger, as long as the noise of the gradient dominates, and the second takes fewer steps.
+For SGD, the batch takes the whole cut (Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level *
 growth**exponent`: `level` is the planned rate relative to its peak, `growth` the batch relative to the planned one. So a batch
 that is capped or rounded leaves the rest of the cut to the rate.
 """
@@ -27,10 +27,7 @@ MAX_CUTS = 10_000
 
 
 def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: BatchScaling) -> float:
-    """Return the factor on the learning rate for a batch other than that for which the rate was chosen.
-
-    `linear` is for SGD (Goyal et al. 2017, arXiv 1706.02677), `sqrt` for Adam (Malladi et al. 2022, arXiv 2205.10287).
-    """
+    """Return the factor on the learning rate: linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
     if scaling not in BATCH_SCALING:
         raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
     ratio = global_batch_size / reference_size
@@ -40,10 +37,7 @@ def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: Ba
 def decay_progress(
     progress: Any, *, kind: str, warmup_fraction: float, decay_fraction: float, decay_style: str, xp: Any = None
 ) -> Any:
-    """Return the completed part of a schedule's decay, from 0 to 1: the rate is peak + (final - peak) * this.
-
-    `progress` and the fractions are of the whole schedule. `xp` is numpy or jax.numpy, for an array of progress.
-    """
+    """Return the completed part of a schedule's decay: the rate is peak + (final - peak) * this. `xp` is numpy or jax.numpy."""
     clip, cos = (xp.clip, xp.cos) if xp else (lambda x, low, high: min(max(x, low), high), math.cos)
     if kind == "constant":
         return 0.0
@@ -80,9 +74,8 @@ def clock_segments(
     seesaw: Seesaw | None = None,
     schedule_samples: int | None = None,
 ) -> tuple[ClockSegment, ...]:
-    """Return the schedule's clock, phase by phase; on that of samples, warm-up and decay keep their place in the data.
-
-    `schedule_samples` is the schedule's length on the clock of samples; None = what the ramp consumes in `schedule_steps`.
+    """Return the schedule's clock, phase by phase. On that of samples, its length is `schedule_samples` or, if None, what the
+    ramp consumes in `schedule_steps`.
     """
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
@@ -121,6 +114,8 @@ class Cut:
 class Seesaw:
     """A ramp and a stepwise learning rate in which the batch grows with every cut of the rate.
 
+    Cuts out of order and limits that contradict the planned ramp raise a RampDefinitionError.
+
     Attributes:
         base: the planned ramp.
         cuts: the cuts of the planned learning rate, in order.
@@ -132,16 +127,10 @@ class Seesaw:
             consumes in the schedule's steps, which can exceed the plan by a part of a batch.
         exponent: 1/2 for Adam, 1 for SGD.
 
-    Raises:
-        RampDefinitionError: the cuts are not in order, or the limits contradict the planned ramp.
-
     Example:
         >>> cuts = tuple(Cut(sample=4096 * k, level=0.5**k) for k in (1, 2, 3))
-        >>> seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32)
-        >>> segments = clock_segments(seesaw.ramp, clock="samples", schedule_steps=1000, scaling="none", reference_size=8,
-        ...     seesaw=seesaw)
-        >>> [(s.start_step, s.global_batch_size, round(s.level * s.scale, 4)) for s in segments]
-        [(0, 8, 1.0), (512, 16, 0.7071), (768, 32, 0.5), (896, 32, 0.25)]
+        >>> Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32).ramp.to_rows()
+        [[0, 0, 8], [512, 4096, 16], [768, 8192, 32]]
     """
 
     base: BatchRamp
@@ -193,8 +182,8 @@ class Seesaw:
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the ramp."""
         cuts = [[cut.sample, cut.level] for cut in self.cuts]
-        names = ("schedule_samples", "exponent")
-        return {"base": self.base.to_rows(), "cuts": cuts} | {name: getattr(self, name) for name in names}
+        numbers = {"schedule_samples": self.schedule_samples, "exponent": self.exponent}
+        return {"base": self.base.to_rows(), "cuts": cuts, **numbers}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
@@ -206,26 +195,22 @@ class Seesaw:
 
 
 def discretize(rate: Callable[[float], float], *, factor: float, total_samples: int) -> tuple[Cut, ...]:
-    """Return the cuts by `factor`, above 1, that follow a decay: cut k is where the rate has fallen to `factor**-k`.
-
-    `rate` maps the fraction of the samples to the rate relative to its peak, and must not increase.
-    """
+    """Return the cuts of a rate that never increases: cut k is where it has fallen to `factor**-k`, for a factor above 1."""
     if not 1 < factor < float("inf"):
         raise RampDefinitionError(f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,))
     cuts: list[Cut] = []
     k, end = 1, rate(1.0)
     while (level := float(factor) ** -k) >= end:
-        low, high = (cuts[-1].sample if cuts else 0), total_samples
         # A rate that is mathematically at the level may be above it in floating point.
         reached = level * (1 + 1e-12)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if rate(middle / total_samples) <= reached else (middle + 1, high)
-        if low >= total_samples:
+        before = cuts[-1].sample if cuts else 0
+        rest = range(before, total_samples)
+        sample = before + bisect.bisect_left(rest, -reached, key=lambda sample: -rate(sample / total_samples))
+        if sample >= total_samples:
             break
-        if cuts and cuts[-1].sample == low:
+        if cuts and sample == before:
             cuts.pop()
-        cuts.append(Cut(sample=low, level=level))
+        cuts.append(Cut(sample=sample, level=level))
         if len(cuts) > MAX_CUTS:
             problem = f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the learning rate; use a larger factor"
             raise RampDefinitionError(problem, key="seesaw_factor", nearest=(2,))

@@ -21,8 +21,8 @@ class MeshAxes:
         data, fsdp: shard the batch. fsdp shards the parameters too.
         tensor, context, expert: shard the model or the sequence, not the batch.
         pipeline: the number of pipeline stages.
-        slices: slices along each axis, in the order of `AXES`. Each divides the devices of its axis. Devices of one slice are
-            connected by the inter-chip interconnect, slices by the data-center network.
+        slices: slices along each axis of `AXES`, a divisor of its devices. The inter-chip interconnect connects the devices of
+            a slice, the data-center network the slices.
 
     Example:
         >>> axes = MeshAxes.resolve(8, ici={"fsdp": -1}, dcn={"data": 2})
@@ -63,17 +63,15 @@ class MeshAxes:
     def resolve(
         cls, num_devices: int, *, ici: Mapping[str, int], dcn: Mapping[str, int] | None = None, num_slices: int = AUTO
     ) -> MeshAxes:
-        """Infer the sizes that are -1, at most one of each group. Missing axes are 1.
+        """Infer the sizes that are -1, at most one of each group, for a number of devices over all slices. Missing axes are 1.
 
         Args:
-            num_devices: total number of devices.
             ici: devices along each axis within one slice; -1 is inferred from the devices of a slice.
             dcn: slices along each axis; -1 is inferred from the number of slices.
             num_slices: total number of slices. -1 = inferred from `ici` and `dcn`.
 
         Raises:
-            ConfigError: A size is neither -1 nor positive, or two sizes of a group are -1.
-            BatchDivisibilityError: The product of the sizes is not the number of devices.
+            ConfigError: A size is neither -1 nor positive, two sizes of a group are -1, or they do not multiply to the devices.
 
         Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's base.yml.
         """

@@ -1,7 +1,4 @@
-"""Exact numbers: parsing ("250B" tokens, "61.5K" samples, fractional sizes per device), divisors and nearest legal values.
-
-Everything is an int or a `Fraction`. A sample count never passes through a float.
-"""
+"""Exact numbers: parsing, divisors and nearest legal values. Each is an int or a `Fraction`; samples are never floats."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ GIB, MAX_GIB = 2**30, 10**6
 
 
 def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
-    """Return a whole number from an int or text such as "250B", "117.25B", "1_000" or "1e3", at most 10**18.
-
-    The suffixes K, M, B and T, in either case, are powers of 1,000. The arithmetic is decimal: "8.2B" is exactly 8,200,000,000.
-    """
+    """Return a whole number up to 10**18 from an int or text, exactly: "1e3", or "117.25B" and "2k" with powers of 1,000."""
     digits = str(text).strip().upper()
     factor = 1
     if digits and digits[-1] in SUFFIXES:
@@ -62,10 +56,7 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
 
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:
-    """Return a number exactly as written: the float 0.1 is one tenth, not the nearest double. Text may be "0.5" or "1/3".
-
-    It is finite, and its magnitude is 0 or between 10**-18 and 10**18.
-    """
+    """Return a number exactly as written, 0 or of a magnitude from 10**-18 to 10**18: 0.1 is one tenth; text may be "1/3"."""
 
     def refusal(rule: str) -> RampDefinitionError:
         return RampDefinitionError(f"{what}={value!r} {rule}", key=key)
@@ -123,10 +114,7 @@ def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
 
 
 def nearest_multiples(value: Number, step: Number, offset: Number | None = None) -> list[Number]:
-    """Return the positive numbers of the form `offset + n * step` next to `value`, the lower one first.
-
-    The last one is the first such number at or above `value`. The one before it is missing if it would not be positive.
-    """
+    """Return the positive numbers `offset + n * step` next to `value`: the last below it, if any, and the first from it on."""
     start = value * 0 if offset is None else offset
     above = start - (start - value) // step * step
     if above <= 0:

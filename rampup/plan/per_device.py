@@ -39,9 +39,8 @@ def ramp_from_config(
         splitter: if given, sizes per device must be legal for it; `RampPlan` checks the sizes of a schedule.
 
     Raises:
-        ConfigError: An attribute is missing.
-        RampDefinitionError, BatchDivisibilityError: The keys are invalid. One error has all problems of the sizes, or of the
-            ramp if the sizes are legal, with the nearest legal values.
+        ConfigError: Attributes are missing or invalid. One error has all problems of the sizes, or of the ramp if the sizes are
+            legal, with the nearest legal values.
 
     Example:
         >>> from types import SimpleNamespace
@@ -91,10 +90,7 @@ def ramp_from_config(
 
 
 def global_batch_sizes(values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None) -> dict[str, int]:
-    """Return the global batch, `factor` times as large, of each size per device of one ramp, by key.
-
-    With a splitter, they must be legal for it. One error has all that are not.
-    """
+    """Return the global batch, size * factor, of each size per device of one ramp; a splitter must allow all. By key."""
     sizes = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
     unit = 1 if splitter is None else splitter.unit
     if any(size <= 0 or size * factor % unit for size in sizes.values()):
@@ -130,6 +126,10 @@ class RampupBatchManager:
     Attributes:
         ramp: the ramp, for look-ups by step or sample without stepping.
         step: batches consumed so far.
+        global_batch_size_start, global_batch_size_end: samples in the first batch, and in each after the ramp.
+        samples_per_increment: requested samples per change of a linear ramp, exactly. None for other ramps.
+        global_rampup_samples: requested length of a linear ramp in samples. For a schedule, its actual length.
+        total_rampup_steps: optimizer steps before the last phase.
 
     Raises:
         ConfigError: An attribute is missing, or the attributes do not define a valid ramp.
@@ -146,16 +146,26 @@ class RampupBatchManager:
     def __init__(self, config: Any, step_num: int = 0) -> None:
         if not hasattr(config, "num_target_devices"):
             raise ConfigError("the config has no attribute num_target_devices", key="num_target_devices")
-        self.ramp = ramp_from_config(config, int(config.num_target_devices))
-        self.step = _check_step(step_num)
+        self._begin(ramp_from_config(config, int(config.num_target_devices)), step_num)
 
     @classmethod
     def from_plan(cls, plan: RampPlan, step_num: int = 0) -> Self:
         """Return a manager of a plan's ramp after `step_num` batches."""
         manager = cls.__new__(cls)
-        manager.ramp = plan.ramp
-        manager.step = _check_step(step_num)
+        manager._begin(plan.ramp, step_num)
         return manager
+
+    def _begin(self, ramp: BatchRamp, step_num: int) -> None:
+        if step_num < -1:
+            raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
+        each = ramp.samples_per_increment
+        self.ramp = ramp
+        self.step = max(step_num, 0)
+        self.global_batch_size_start = ramp.sizes[0]
+        self.global_batch_size_end = ramp.sizes[-1]
+        self.samples_per_increment = each
+        self.global_rampup_samples = ramp.ramp_samples if each is None else each * ramp.num_increments
+        self.total_rampup_steps = ramp.ramp_steps
 
     def update(self) -> bool:
         """Count one batch as consumed, and return whether the ramp is still active."""
@@ -170,22 +180,12 @@ class RampupBatchManager:
     @property
     def rampup_active(self) -> bool:
         """Whether the next batch is before the last phase."""
-        return self.step < self.ramp.ramp_steps
+        return self.step < self.total_rampup_steps
 
     @property
     def global_batch_size_current(self) -> int:
         """Samples in the next batch."""
         return self.ramp.global_batch_size_at(self.step)
-
-    @property
-    def global_batch_size_start(self) -> int:
-        """Samples in the first batch."""
-        return self.ramp.sizes[0]
-
-    @property
-    def global_batch_size_end(self) -> int:
-        """Samples in every batch after the ramp."""
-        return self.ramp.sizes[-1]
 
     @property
     def increment(self) -> int:
@@ -195,22 +195,6 @@ class RampupBatchManager:
         if self.ramp.samples_per_increment is None:
             raise RampDefinitionError("a batch_size_schedule has no single increment; see ramp.phases")
         return (self.global_batch_size_end - self.global_batch_size_start) // self.ramp.num_increments
-
-    @property
-    def samples_per_increment(self) -> Fraction | None:
-        """Requested samples per change of a linear ramp, exactly."""
-        return self.ramp.samples_per_increment
-
-    @property
-    def global_rampup_samples(self) -> Fraction | int:
-        """Requested length of a linear ramp in samples. For a schedule, its actual length."""
-        each = self.ramp.samples_per_increment
-        return self.ramp.ramp_samples if each is None else each * self.ramp.num_increments
-
-    @property
-    def total_rampup_steps(self) -> int:
-        """Optimizer steps before the last phase."""
-        return self.ramp.ramp_steps
 
     @property
     def total_used_samples(self) -> int:
@@ -225,9 +209,3 @@ class RampupBatchManager:
     def __repr__(self) -> str:
         names = ("step", "global_batch_size_current", "total_used_samples", "rampup_active")
         return f"RampupBatchManager({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
-
-
-def _check_step(step_num: int) -> int:
-    if step_num < -1:
-        raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
-    return max(step_num, 0)

@@ -40,10 +40,9 @@ MAX_OPERATIONS = 2_000_000
 
 
 def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
-    """Return the layer chunks of a stage, v, after checking that layers = stages * repeats * layers per chunk.
+    """Return a stage's layer chunks, after checking that layers = stages * repeats * layers per chunk; -1 repeats are derived.
 
-    One stage has no repeats; `num_repeats` of -1 is derived. Source: the checks on num_pipeline_repeats in MaxText
-    `configs/types.py`.
+    Source: MaxText `configs/types.py`.
     """
     for key, size in (("base_num_decoder_layers", num_layers), ("num_layers_per_pipeline_stage", num_layers_per_stage)):
         if size < 1:
@@ -69,10 +68,7 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
 
 
 def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
-    """Return the layers in stage order: first those of stage 0, whose chunks are 0, p, 2p, ..., then those of stage 1, ...
-
-    Eight layers in two stages with two repeats: 0, 1, 4, 5, 2, 3, 6, 7.
-    """
+    """Return the layers in stage order: first stage 0 with chunks 0, p, 2p, ... 8 layers, p = v = 2: 0, 1, 4, 5, 2, 3, 6, 7."""
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
         shape = {"num_stages": num_stages, "num_layers_per_stage": max(size, 1), "num_repeats": num_repeats}
@@ -118,10 +114,7 @@ class PipelineCandidate:
 def predicted_time(
     num_microbatches: int, microbatch_size: int, *, num_stages: int, num_repeats: int, overhead: Fraction
 ) -> Fraction:
-    """Return T = ticks * (b / v + h), in samples' worth of a whole stage's arithmetic.
-
-    A tick computes one chunk, 1/v of a stage. `overhead` is h, the fixed cost of a tick in samples; `rampup tune` measures it.
-    """
+    """Return T = ticks * (b / v + h), in samples' worth of a stage's arithmetic; h, a tick's fixed cost, is in samples too."""
     ticks: int = pass_ticks(num_stages, num_microbatches, num_repeats)
     return ticks * (Fraction(microbatch_size, num_repeats) + overhead)
 
@@ -129,10 +122,7 @@ def predicted_time(
 def pipeline_candidates(
     samples: int, *, num_stages: int, overhead: Fraction, repeats: Iterable[int] = (1,), multiple: int = 1, minimum: int = 1
 ) -> tuple[PipelineCandidate, ...]:
-    """Return every legal split of one replica's samples, m * b, fastest first. Ties are sorted by the number of microbatches.
-
-    m is at least `minimum` and a multiple of `multiple`. See `predicted_time` for `overhead`.
-    """
+    """Return each split m * b of a replica's samples, m >= `minimum` and a multiple of `multiple`; fastest first, then by m."""
     candidates = [
         PipelineCandidate(
             num_pipeline_microbatches=m,
@@ -163,12 +153,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timetable:
-    """All operations of one pipeline pass.
-
-    Attributes:
-        schedule: the name of the schedule.
-        num_stages, num_microbatches, num_repeats: p, m and v.
-        operations: sorted by stage, then by start.
+    """All operations of one pipeline pass, sorted by stage, then by start. Stages, microbatches and repeats are p, m and v.
 
     Example:
         >>> table = Timetable.build("1f1b", num_stages=4, num_microbatches=8)
@@ -195,18 +180,16 @@ class Timetable:
     ) -> Timetable:
         """Simulate a schedule: every operation starts as early as its order and its inputs allow.
 
+        A schedule that is not defined for the numbers raises a PipelineShapeError with numbers for which it is.
+
         Args:
             schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan et al. 2021, arXiv 2104.04473);
                 `interleaved`, the same with repeats; `circular`, breadth first with repeats (Lamy-Poirier 2022, arXiv
                 2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv 2401.10241).
-            num_stages: p.
-            num_microbatches: m.
+            num_stages, num_microbatches: p and m.
             num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
-            forward_cost: cost of the forward pass of one microbatch through a whole stage.
-            backward_cost: cost of its backward pass. In zb-h1, half of it is for the gradient of the weights.
-
-        Raises:
-            PipelineShapeError: The schedule is not defined for these numbers. The error has numbers for which it is.
+            forward_cost, backward_cost: the costs of one microbatch in a whole stage. In zb-h1, half of the backward pass is
+                for the gradient of the weights.
         """
         if schedule not in SCHEDULES:
             rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
@@ -267,10 +250,9 @@ class Timetable:
 
     @property
     def peak_live_microbatches(self) -> tuple[Fraction, ...]:
-        """For each stage, the maximum number of microbatches whose activations are in memory, in units of a whole stage.
+        """For each stage, the most microbatches with activations in memory, in units of a whole stage.
 
-        An activation is live from the start of its forward pass to the end of its backward pass. In zb-h1 it is live
-        until the gradient of the weights is done.
+        They are live from the start of a forward pass to the end of its backward pass, in zb-h1 of that of the weights.
         """
         frees = "W" if self.schedule == "zb-h1" else "B"
         peaks = []
@@ -318,10 +300,10 @@ class Timetable:
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
-    """Return the idle time of one pipeline pass as a fraction of its time: (p - 1) / (v*m + p - 1) for m >= p or v = 1.
+    """Return the idle time of a pass as a fraction of its time; for m >= p or v = 1, it is (p - 1) / (v*m + p - 1).
 
-    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, repeats stall, as in
-    the circular pipeline. The program of `rampup.PipelinedLoss` has the bubble of `rampup.plan.pipeline.pass_bubble`.
+    GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, repeats stall, as in a
+    circular pipeline. `rampup.PipelinedLoss` has the bubble of `pass_bubble`.
     """
     ticks = max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
     return Fraction(ticks - num_repeats * num_microbatches, ticks)

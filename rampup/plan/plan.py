@@ -30,8 +30,7 @@ class PlanPosition:
     Attributes:
         step: completed optimizer steps, which is also the number of the next step.
         consumed_samples: samples consumed by these steps.
-        phase: the phase of the next step.
-        split: the split of the next step's batch.
+        phase, split: those of the next step.
         segment: the segment of the learning rate's clock that the next step is in, if the plan follows the run, or None.
     """
 
@@ -44,13 +43,12 @@ class PlanPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampPlan:
-    """Everything about a run's batches that is known before step 0.
+    """Everything about a run's batches that is known before step 0, or an error with all batches that cannot be split.
 
     Attributes:
         ramp: maps samples to the global batch size.
         splitter: the rule that splits each batch.
-        num_devices: devices of the run.
-        total_steps: optimizer steps of the run.
+        num_devices, total_steps: devices and optimizer steps of the run.
         eval_global_batch_size: samples per evaluation batch. None = no evaluation batch, as if evaluation is off and its
             batch could not be split: an unused key is no error.
         learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to `reference_size`.
@@ -67,13 +65,9 @@ class RampPlan:
         auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes; None without it.
         budget_samples: length of the run in samples, if `auto_schedule` follows it: the run ends with the first batch that
             reaches them, so `total_steps` is that of the ramp so far (`grown`). The clock of samples ends there too.
-        splits: the split of every phase's batch (derived).
-        eval_split: the split of the evaluation batch (derived).
+        splits, eval_split: the split of every phase's batch and of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
         max_microbatches: for each microbatch size, the most microbatches of a step, fallbacks included (derived).
-
-    Raises:
-        RampupError: A batch of any phase or of evaluation cannot be split, or the axes contradict the splitter. All at once.
 
     Example:
         >>> ramp = BatchRamp.linear(start=16, increment=8, end=48, samples=500)
@@ -118,6 +112,12 @@ class RampPlan:
         eval_size = self.eval_global_batch_size
         eval_split = None if eval_size is None else self.splitter.for_eval().split([eval_size])[0]
         object.__setattr__(self, "eval_split", eval_split)
+        counts: dict[int, int] = {}
+        shapes = {split.microbatch_size for split in splits}
+        fallbacks = map(self.fallbacks, range(len(self.splits))) if len(shapes) > 1 else ()
+        for split in itertools.chain(splits, *fallbacks):
+            counts[split.microbatch_size] = max(counts.get(split.microbatch_size, 0), split.num_microbatches)
+        object.__setattr__(self, "max_microbatches", counts)
         segments = clock_segments(
             self.ramp,
             clock=self.learning_rate_clock,
@@ -129,12 +129,6 @@ class RampPlan:
             schedule_samples=self.budget_samples if self.seesaw is None else self.seesaw.schedule_samples,
         )
         object.__setattr__(self, "clock", segments)
-        counts: dict[int, int] = {}
-        shapes = {split.microbatch_size for split in splits}
-        fallbacks = map(self.fallbacks, range(len(self.splits))) if len(shapes) > 1 else ()
-        for split in itertools.chain(splits, *fallbacks):
-            counts[split.microbatch_size] = max(counts.get(split.microbatch_size, 0), split.num_microbatches)
-        object.__setattr__(self, "max_microbatches", counts)
 
     def _problems(self) -> Iterator[RampupError]:
         for phase in self.ramp.phases:
@@ -152,9 +146,8 @@ class RampPlan:
         if factor > 0 and (last * factor).denominator > 1:
             key = "expansion_factor_real_data"
             rule = f"global_batch_size * {key} = {last} * {factor} = {float(last * factor):g} must be a whole number of samples"
-            text = f"{rule}; -1 loads the batch itself"
-            value = last * factor.numerator
-            yield BatchDivisibilityError(text, value=value, divisor=factor.denominator, key=key, nearest=(-1,))
+            numbers = {"value": last * factor.numerator, "divisor": factor.denominator}
+            yield BatchDivisibilityError(f"{rule}; -1 loads the batch itself", **numbers, key=key, nearest=(-1,))
         if self.total_steps < 0:
             yield ConfigError(f"total_steps={self.total_steps} must be at least 0", key="steps", nearest=(0,))
         needed = self.splitter.data_parallel_size * self.splitter.num_stages
@@ -228,10 +221,7 @@ class RampPlan:
         return len(self.max_microbatches)
 
     def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
-        """Return the splits of a phase's batch into the microbatch sizes of earlier phases, nearest phase first.
-
-        A run uses one of them while the program for the phase's own shape is still compiling.
-        """
+        """Return a phase's batch in earlier phases' microbatch sizes, nearest first, to run while its own compiles."""
         before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
         sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
         sizes.pop(self.splits[phase].microbatch_size, None)
@@ -239,11 +229,7 @@ class RampPlan:
         return tuple(split for size in sizes if (split := self.splitter.split_with(batch, size)) is not None)
 
     def with_whole_batches(self) -> RampPlan:
-        """Return this plan with every batch as one microbatch, for a loss that has to see all its rows.
-
-        Raises:
-            ConfigError: the plan has accumulation steps or pipeline stages.
-        """
+        """Return this plan with every batch as one microbatch, for a loss of all rows; a ConfigError with passes or stages."""
         return replace(self, splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO))
 
     @property
@@ -288,12 +274,10 @@ class RampPlan:
         return {"sizes": sizes, **counts, "min_samples": min(samples), "max_samples": max(samples)}
 
     def timetable(self, phase: int = -1) -> Timetable:
-        """Return the timetable of one pipeline pass of a phase, by default the last: 1F1B, or interleaved with repeats.
+        """Return the timetable of one pipeline pass of a phase: 1F1B, or interleaved with repeats; a PipelineShapeError without
+        stages.
 
-        If the stages do not divide the microbatches, its groups are balanced; those of the program are not (`pass_ticks`).
-
-        Raises:
-            PipelineShapeError: If there is no pipeline, or it has too many operations to list.
+        If they do not divide the microbatches, its groups are balanced; those of the program are not (`pass_ticks`).
         """
         stages = self.splitter.num_stages
         repeats = self.splitter.num_repeats
@@ -306,15 +290,13 @@ class RampPlan:
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
         """Return the sizes of one batch by their names in the JSON output."""
         per_device = Fraction(split.global_batch_size, self.num_devices * gradient_accumulation_steps)
-        stages = self.splitter.num_stages
-        repeats = self.splitter.num_repeats
+        shape = {"num_stages": self.splitter.num_stages, "num_repeats": self.splitter.num_repeats}
         return {
             "global_batch_size": split.global_batch_size,
             "per_device_batch_size": plain_number(per_device),
             **asdict(split),
-            "num_stages": stages,
-            "num_repeats": repeats,
-            "bubble_fraction": float(pass_bubble(stages, split.num_pipeline_microbatches, repeats)),
+            **shape,
+            "bubble_fraction": float(pass_bubble(num_microbatches=split.num_pipeline_microbatches, **shape)),
         }
 
     @property

@@ -30,8 +30,7 @@ class Phase:
 
     Attributes:
         index: counted from 0.
-        start_step: the first optimizer step of the phase.
-        start_sample: samples consumed before that step.
+        start_step, start_sample: the first optimizer step, and the samples consumed before it.
         num_steps: optimizer steps in the phase. None for the last one, which has no end.
         global_batch_size: samples per optimizer step.
     """
@@ -47,19 +46,15 @@ class Phase:
 
 
 # Samples are the primary clock. A threshold is a number of samples, steps follow from it, and a step is never cut: a phase ends
-# with the first step that reaches its threshold. Phase k + 1 starts at start_step + num_steps and at start_sample + num_steps *
-# global_batch_size of phase k, so `samples_before` and `step_of_sample` are exact inverses at the first sample of every step.
+# with the first step that reaches its threshold. The next phase starts where it ends, so `samples_before` and `step_of_sample`
+# are exact inverses at the first sample of every step.
 #
 # Resuming and `batch_size_schedule: auto` rest on one guarantee: the batches before a step depend only on the phases up to it.
-# If ramp X is ramp Y with phases appended, X and Y have the same batches before the first new phase. In the same way,
-# `Y.spliced_at(step, other)` has the batches of Y before `step`. Equal batches mean equal steps, samples and rows of data. Only
-# what comes later may change, and the last phase has no end: a run is made longer by the plan's number of steps and never by
-# the ramp.
+# Phases may be appended, and `spliced_at(step, other)` keeps the batches before `step`: equal batches mean equal steps, samples
+# and rows of data. The last phase has no end: a run is made longer by the plan's number of steps and never by the ramp.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRamp:
     """An immutable table of phases with closed-form look-ups by step and by sample.
-
-    Build one with `constant`, `linear`, `piecewise` or `from_schedule`.
 
     Attributes:
         phases: the phases in order. The last one never ends.
@@ -104,21 +99,12 @@ class BatchRamp:
 
     @classmethod
     def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
-        """Return a ramp that grows from `start` to `end` by `increment`, all in samples, over `samples` samples.
+        """Return a ramp that grows from `start` to `end` by `increment` over `samples`, all in samples; phases have equal
+        shares.
 
-        All phases have an equal share of these samples.
-
-        Args:
-            start: the first global batch size.
-            increment: growth per phase.
-            end: the global batch size after the ramp.
-            samples: length of the ramp.
-            carry_overshoot: If False, each phase counts from zero and has at least one step (MaxText,
-                `RampupBatchManager.update`). If True, the size changes at the first step at or past each multiple of the
-                share, counted over the whole run, so a size can be skipped (Megatron-LM, `--rampup-batch-size`).
-
-        Raises:
-            RampDefinitionError: Sizes are not positive or do not grow, or `increment` does not lead to `end`.
+        Without `carry_overshoot`, each phase counts from zero and has at least one step (MaxText, `RampupBatchManager.update`).
+        With it, the size changes at the first step at or past each multiple of the share, counted over the whole run, so a size
+        can be skipped (Megatron-LM, `--rampup-batch-size`). Sizes that do not grow to `end` raise a RampDefinitionError.
 
         Example:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
@@ -137,22 +123,21 @@ class BatchRamp:
             problem = f"{rule}; nearest end: {', '.join(map(str, nearest))}"
             raise RampDefinitionError(problem, key="end", nearest=nearest)
         check_num_phases(num_increments + 1)
-        segments = restarted_segments(range(start, end, increment), samples, num_increments)
-        if carry_overshoot:
-            segments = _carried_segments(start, increment, num_increments, samples)
         each = Fraction(samples, num_increments)
-        return cls._from_segments([*segments, (None, end)], num_increments=num_increments, samples_per_increment=each)
+        if carry_overshoot:
+            pairs = [(math.ceil(each * k), start + k * increment) for k in range(num_increments + 1)]
+            segments = _stepwise_segments(pairs)
+        else:
+            restarted = restarted_segments(range(start, end, increment), samples, num_increments)
+            segments = itertools.chain(restarted, [(None, end)])
+        return cls._from_segments(segments, num_increments=num_increments, samples_per_increment=each)
 
     @classmethod
     def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
         """Return a ramp that changes size at the first step at or past each threshold, counted over the whole run.
 
-        Args:
-            thresholds: pairs (samples consumed, global batch size), from 0 samples on. Sizes may decrease. A size is skipped if
-                one step passes its threshold and the next.
-
-        Raises:
-            RampDefinitionError: No pairs, a first threshold that is not 0, thresholds that do not increase, or a size below 1.
+        `thresholds` are pairs (samples consumed, global batch size). Thresholds begin with 0 and increase, or raise a
+        RampDefinitionError; sizes may decrease. One is skipped if a step passes its threshold and the next.
 
         Example:
             >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
@@ -189,15 +174,14 @@ class BatchRamp:
     ) -> Self:
         """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
 
+        A pair that cannot be parsed, or that `piecewise` rejects, raises a RampDefinitionError.
+
         Args:
             text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T. A threshold such as 2.5%
-                is a share of the budget, rounded down to whole samples.
-            sequence_length: tokens per sample, if thresholds are tokens, which are rounded down to whole samples.
+                is a share of the budget. Thresholds are rounded down to whole samples.
+            sequence_length: tokens per sample, if thresholds are tokens.
             budget: samples of the whole run, exactly, for thresholds that are shares of it.
             key: the configuration key that errors refer to.
-
-        Raises:
-            RampDefinitionError: A pair cannot be parsed, or `piecewise` rejects it.
 
         Example:
             >>> BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096).phases[1].start_step
@@ -213,11 +197,7 @@ class BatchRamp:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
-        """Return the ramp with the given rows, as returned by `to_rows`.
-
-        Raises:
-            RampDefinitionError: A row does not start where the one before it ends.
-        """
+        """Return the ramp with the given rows, as returned by `to_rows`: each starts where the one before it ends."""
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
         phases = [
@@ -254,15 +234,11 @@ class BatchRamp:
         num_increments: int = 0,
         samples_per_increment: Fraction | None = None,
     ) -> Self:
-        merged: list[tuple[int | None, int]] = []
-        for num_steps, size in segments:
-            if merged and merged[-1][1] == size:
-                before = merged.pop()[0]
-                assert before is not None
-                num_steps = None if num_steps is None else before + num_steps
-            merged.append((num_steps, size))
+        """Return the ramp of these steps and sizes, with neighbors of one size as one phase. Only the last one has no steps."""
         phases, step, sample = [], 0, 0
-        for index, (number, size) in enumerate(merged):
+        for index, (size, parts) in enumerate(itertools.groupby(segments, key=lambda segment: segment[1])):
+            numbers = [num_steps for num_steps, _ in parts]
+            number = None if numbers[-1] is None else sum(filter(None, numbers))
             phases.append(Phase(index=index, start_step=step, start_sample=sample, num_steps=number, global_batch_size=size))
             step += number or 0
             sample += (number or 0) * size
@@ -374,20 +350,6 @@ def _stepwise_segments(pairs: Sequence[tuple[int, int]], consumed: int = 0) -> I
             consumed += num_steps * size
             yield num_steps, size
     yield None, pairs[-1][1]
-
-
-def _carried_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
-    """Yield (steps, size) with one count over the whole run: size k ends at or past (k + 1) * samples / num_increments.
-
-    Both sides are multiplied by `num_increments`, so that all arithmetic is on integers.
-    """
-    consumed = k = 0
-    while k < num_increments:
-        size = start + k * increment
-        num_steps = -(-((k + 1) * samples - consumed * num_increments) // (size * num_increments))
-        yield num_steps, size
-        consumed += num_steps * size
-        k = consumed * num_increments // samples
 
 
 def _negative(value: int, what: str) -> RampDefinitionError:

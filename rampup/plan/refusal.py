@@ -24,9 +24,8 @@ END = "per_device_batch_size"
 
 # Whether a batch B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as
 # the smallest that the pipeline allows. Each product in `BatchSplitter.conditions` must divide B, so `unit`, their least common
-# multiple, must. A batch of at least `smallest` is enough for G passes. What remains of B is a whole number for the factors
-# that are free. So the legal sizes are one arithmetic progression, and "nearest" are its members next to B, with the least
-# |legal - B| below and above. The microbatch that such a size leads to does not count.
+# multiple, must. A batch of at least `smallest` is enough for G passes. What remains of B is for the factors that are free. So
+# the legal sizes are one arithmetic progression, and "nearest" are its members next to B, whatever their microbatch.
 def nearest_batches(splitter: BatchSplitter, global_batch_size: int) -> tuple[int, ...]:
     """Return the nearest legal global batch sizes below and above."""
     legal = [size for size in nearest_multiples(global_batch_size, splitter.unit) if size >= splitter.smallest]
@@ -36,10 +35,7 @@ def nearest_batches(splitter: BatchSplitter, global_batch_size: int) -> tuple[in
 def batch_error(
     splitter: BatchSplitter, global_batch_size: int, where: str, *, key: str | None = None, fix: str = ""
 ) -> BatchDivisibilityError:
-    """Return the error about a global batch that a splitter does not allow.
-
-    `where` is the place in the plan. `fix` ends the message, if there is another way out than another size.
-    """
+    """Return the error about a global batch that a splitter refuses. `fix` ends the message: a way out besides other sizes."""
     rules = f"a multiple of {unit_rule(splitter)}"
     if global_batch_size % splitter.unit == 0:
         rules = f"at least {splitter.smallest}, so that accumulation_steps >= gradient_accumulation_steps"
@@ -58,10 +54,7 @@ def unit_rule(splitter: BatchSplitter) -> str:
 
 
 def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None) -> list[RampupError]:
-    """Return the errors about sizes per device of one ramp, by key, that give no global batch: `factor` times as much.
-
-    Without a splitter, a whole number of samples is enough.
-    """
+    """Return the errors about sizes per device of one ramp, by key, whose `factor`-fold is no whole or legal global batch."""
     step = _step(factor, splitter)
     unit = 1 if splitter is None else splitter.unit
     rule = "a whole number of samples"

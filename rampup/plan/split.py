@@ -25,15 +25,14 @@ RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
 class BatchSplit:
     """The factors of one global batch: replicas * accumulation steps * pipeline microbatches * microbatch size.
 
+    Other factors than those of the batch raise a BatchDivisibilityError.
+
     Attributes:
         global_batch_size: samples per optimizer step, B.
         data_parallel_size: replicas, d.
         accumulation_steps: sequential passes per optimizer step, a.
         num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without a pipeline.
         microbatch_size: samples per replica and forward pass, b.
-
-    Raises:
-        BatchDivisibilityError: The factors do not multiply to the global batch size.
     """
 
     global_batch_size: int
@@ -65,13 +64,11 @@ class BatchSplitter:
         data_parallel_size: replicas, d.
         gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G passes, unless a pipeline's m is automatic:
             then `fixed` and `auto` merge all passes into one, and G only bounds b.
-        num_stages: pipeline stages p. 1 = no pipeline.
-        num_repeats: layer chunks per stage v.
-        num_pipeline_microbatches: m; -1 = the splitter chooses it.
+        num_stages, num_repeats: pipeline stages p, 1 without a pipeline, and layer chunks per stage v.
+        num_pipeline_microbatches, microbatch_size: m and b; -1 = the splitter chooses it.
         rampup_microbatch: the factor that absorbs the growth of B. `fixed`: the number of microbatches, so that one compiled
             shape serves the whole ramp. `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed` until the
             last phase, which has the largest possible microbatch; two shapes.
-        microbatch_size: b; -1 = the splitter chooses it.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
         min_microbatches: with an automatic b, the microbatches per replica and step to aim for. If no b gives so many, b is 1.
@@ -105,13 +102,10 @@ class BatchSplitter:
             raise combine(problems)
 
     def _problems(self) -> Iterator[RampupError]:
-        d = self.data_parallel_size
-        G = self.gradient_accumulation_steps
         p = self.num_stages
-        v = self.num_repeats
         m, b = self.num_pipeline_microbatches, self.microbatch_size
-        sizes = {"data_parallel_size": d, "gradient_accumulation_steps": G, "num_stages": p, "num_pipeline_repeats": v}
-        for key, size in sizes.items():
+        sizes = {name: getattr(self, name) for name in ("data_parallel_size", "gradient_accumulation_steps", "num_stages")}
+        for key, size in {**sizes, "num_pipeline_repeats": self.num_repeats}.items():
             if size < 1:
                 yield ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
         key = "microbatch_size"
@@ -124,9 +118,8 @@ class BatchSplitter:
             fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
             yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
         if self.whole_batch:
-            wanted = {"gradient_accumulation_steps": (G, 1), "num_stages": (p, 1), "microbatch_size": (b, AUTO)}
-            for name, (size, legal) in wanted.items():
-                if size != legal:
+            for name, legal in (("gradient_accumulation_steps", 1), ("num_stages", 1), ("microbatch_size", AUTO)):
+                if (size := getattr(self, name)) != legal:
                     rule = f"whole_batch=true makes every batch one microbatch, so it needs {name}={legal}, not {size}"
                     key = "ici_pipeline_parallelism" if name == "num_stages" else name
                     yield ConfigError(f"{rule}; set it, or whole_batch=false", key=key, nearest=(legal,))
@@ -170,12 +163,7 @@ class BatchSplitter:
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
-        """Split the global batches of all phases of one run; sizes reserved for later may follow. The last counts as the last
-        phase.
-
-        Raises:
-            BatchDivisibilityError: Sizes cannot be split. One error has all of them.
-        """
+        """Split all phases' batches, then the sizes reserved for later, or raise an error about all that cannot be split."""
         if refused := [batch_error(self, size, f"phase {i}") for i, size in enumerate(sizes) if not self.allows(size)]:
             raise combine(refused)
         largest = [self.largest_microbatch(size) for size in sizes]
@@ -198,9 +186,8 @@ class BatchSplitter:
         return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
     def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
-        """Return the possible splits of the last batch, fastest first. Their microbatch size divides the other batches too.
-
-        Empty if there is no choice: without a pipeline, with a given m or b, or without `tick_overhead`.
+        """Return the splits of the last batch whose microbatch divides all, fastest first; none without p > 1, automatic m and
+        b, and `tick_overhead`.
         """
         chooses = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and self.microbatch_size == AUTO
         if not chooses or self.tick_overhead is None:
@@ -240,10 +227,7 @@ class BatchSplitter:
         return tuple(n for n in divisors(common) if n <= largest)
 
     def _make_split(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
-        """Split one batch. With `merge_passes`, an automatic m puts all microbatches into one pipeline pass.
-
-        One long pass has a smaller bubble than several short ones.
-        """
+        """Split a batch. With `merge_passes`, an automatic m makes one long pass: its bubble is smaller than several."""
         num_microbatches = size // (self.data_parallel_size * microbatch_size)
         per_pass = self._pass_unit
         if self.num_stages > 1 and self.num_pipeline_microbatches == AUTO:

@@ -91,19 +91,12 @@ _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """One or several equal slices of a TPU generation.
-
-    Attributes:
-        chip: the generation.
-        shape: chips along each dimension of a slice.
-        num_slices: slices, which the data-center network connects.
+    """One or several equal slices of a TPU generation, with `shape` chips along each dimension of a slice.
 
     Example:
         >>> topology = Topology.parse("v5p-128")
-        >>> topology.name, topology.num_devices, topology.wrap
-        ('v5p:4x4x4', 64, (True, True, True))
-        >>> Topology.parse("2*v5litepod-16").name
-        '2*v5e:4x4'
+        >>> topology.name, topology.num_devices, topology.wrap, Topology.parse("2*v5litepod-16").name
+        ('v5p:4x4x4', 64, (True, True, True), '2*v5e:4x4')
     """
 
     chip: Chip
@@ -112,11 +105,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Return the topology of a name.
-
-        Raises:
-            ConfigError: no such generation, shape or size.
-        """
+        """Return the topology of a name, or raise a ConfigError about its generation, shape or size."""
         match = _NAME.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise _error(f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4")
@@ -175,7 +164,6 @@ class Topology:
         """Whether the links along each dimension close to a ring: sides of 16 in two dimensions, whole cubes of 4 in three.
 
         The compiler has to be told: it else replaces collectives that need a ring, such as every all-gather over a v5p:4x4x4.
-
         Source: `utils/accelerator_to_spec_map.py` of MaxText.
         """
         if self.chip.dimensions == 2:
@@ -204,9 +192,7 @@ class Topology:
             "devices_per_chip": chip.devices,
             "wrap": list(self.wrap[: len(self.shape)]),
             "hbm_bytes": self.hbm_bytes,
-            "peak_flops": chip.peak_flops / chip.devices,
-            "hbm_bandwidth": chip.hbm_bandwidth / chip.devices,
-            "ici_bandwidth": chip.ici_bandwidth / chip.devices,
+            **{name: getattr(chip, name) / chip.devices for name in ("peak_flops", "hbm_bandwidth", "ici_bandwidth")},
             "source": chip.source,
         }
 

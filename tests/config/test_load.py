@@ -76,7 +76,7 @@ def test_unknown_keys_and_bad_values_are_one_list(write):
     [
         ("global_rampup_samples: 500\n", [], {}, "a.yml"),
         ("steps: 9\n", ["global_rampup_samples=500"], {}, "command line"),
-        ("steps: 9\n", ["base_num_kv_heads=3"], {"RAMPUP_VOCAB_SIZE": "99"}, "command line and RAMPUP_VOCAB_SIZE"),
+        ("steps: 9\n", ["base_num_kv_heads=3"], {"RAMPUP_VOCAB_SIZE": "99"}, "RAMPUP_VOCAB_SIZE and command line"),
         ("base_num_kv_heads: 3\n", ["log_period=4"], {}, "a.yml"),
     ],
 )
