@@ -108,9 +108,7 @@ def test_generated_pages_are_complete():
 
 
 def test_pages_are_short():
-    """All pages but those of the reference have at most 25,000 words together, that on wrapping a step 1,300. The README has at
-    most 170 lines, 1,800 words and one picture of 150 kB, links to the reference, and repeats none of its tables.
-    """
+    """Limits on the words of all pages but the reference; the README links to the reference and repeats none of its tables."""
     pages = [page for page in PAGES if DOCS in page.parents and DOCS / "reference" not in page.parents]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 25_000
     assert len((DOCS / "guides" / "wrap_your_step.md").read_text(encoding="utf-8").split()) <= 1_300

@@ -38,9 +38,8 @@ def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
     assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
     copy = pickle.loads(pickle.dumps(ConfigError("bad", key="k", path="a.yml", line=3), protocol=0))
     assert (str(copy), copy.line) == ("a.yml:3: bad", 3)
-    copy = pickle.loads(
-        pickle.dumps(errors.StorageError("disk full", key="k"))
-    )  # an OSError, whose __new__ leaves its arguments out
+    # An OSError, whose __new__ leaves its arguments out.
+    copy = pickle.loads(pickle.dumps(errors.StorageError("disk full", key="k")))
     assert (str(copy), copy.key) == ("disk full", "k")
     assert str(ConfigError("bad", path="command line")) == "command line: bad"
 

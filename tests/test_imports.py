@@ -63,9 +63,7 @@ def test_imports_have_no_cycle():
 
 
 def test_import_rampup_imports_no_jax():
-    """`import rampup`, a plan and a check of a file import no jax, and a legal plan nothing that explains a refused one;
-    `rampup.train_step` imports jax, and nothing that reads data.
-    """
+    """A plan and a check import no jax, and a legal plan no refusals; `train_step` imports nothing that reads data."""
     code = """
 import sys, rampup
 rampup.build_plan(rampup.Config(), 1), rampup.check_file, rampup.RolloutPlan, rampup.Timetable

@@ -59,18 +59,14 @@ def test_badge_and_install_follow_the_address():
     assert make.make_notebook(with_url, "pipeline", make.repository((ROOT / "pyproject.toml").read_text())) == (py, ipynb)
 
 
-def test_badge_needs_github():
-    """Every spelling of an address at GitHub gives the same badge; Colab opens no others."""
-    assert len({make.badge_cell(url, "pipeline") for url in (URL, f"{URL}/", f"{URL}.git")}) == 1
-    others = (None, "https://gitlab.com/owner/rampup", "https://github.com/owner", "github.com/owner/rampup")
-    assert [make.badge_cell(url, "pipeline") for url in others] == [None] * 4
-
-
-def test_repository_is_read_from_the_project():
-    """The address is `Repository` in project.urls, or None without it."""
+def test_address_is_read_from_the_project_and_badge_needs_github():
+    """It is `Repository` in project.urls, if any; every spelling at GitHub gives the same badge, and Colab opens no others."""
     assert make.repository(f'[project]\nname = "a"\n[project.urls]\nRepository = "{URL}"\n') == URL
     assert make.repository('[project]\nname = "a"\n[project.urls]\nHomepage = "https://b"\n') is None
     assert make.repository('[project]\nname = "a"\n') is None
+    assert len({make.badge_cell(url, "pipeline") for url in (URL, f"{URL}/", f"{URL}.git")}) == 1
+    others = (None, "https://gitlab.com/owner/rampup", "https://github.com/owner", "github.com/owner/rampup")
+    assert [make.badge_cell(url, "pipeline") for url in others] == [None] * 4
 
 
 def install(monkeypatch, url, packages):
@@ -94,9 +90,7 @@ def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
 
 
 def test_install_from_the_clone(monkeypatch, tmp_path):
-    """Without an address, the cell installs the clone that contains the notebook; outside of a clone it is an error. If rampup
-    is installed, pip does not run.
-    """
+    """Without an address, the cell installs the notebook's clone; without a clone it fails. With rampup, pip does not run."""
     monkeypatch.chdir(FOLDER)
     (command,) = install(monkeypatch, None, {})
     assert command.endswith(f'"{ROOT.resolve()}[plot]"')

@@ -141,18 +141,12 @@ def test_find_fix_changes_settings_where_they_were_made(tmp_path):
     assert [(c.renamed, c.key, c.where) for c in fix.changes] == [("stepz", "steps", "command line")]
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("banana: 5\n", "banana"),
-        ("remat_policy: banana\n", "remat_policy"),
-        ("steps: many\n", "steps='many'"),
-        ("steps: 5\nstepz: 6\n", "stepz"),
-        ("dataset_type: tokens\n", "grain_train_files"),
-        ("steps: &a 0\nlog_period: *a\n", "steps=0"),
-        ("batch_size_schedule: 5:8\n", "first threshold"),
-    ],
-)
+LEFT = {"banana: 5\n": "banana", "remat_policy: banana\n": "remat_policy", "steps: many\n": "steps='many'"}
+LEFT |= {"steps: 5\nstepz: 6\n": "stepz", "dataset_type: tokens\n": "grain_train_files"}
+LEFT |= {"steps: &a 0\nlog_period: *a\n": "steps=0", "batch_size_schedule: 5:8\n": "first threshold"}
+
+
+@pytest.mark.parametrize(("text", "left"), LEFT.items())
 def test_find_fix_names_the_problem_that_is_left(tmp_path, text, left):
     """If no error offers a value that helps, the message gives the remaining problem."""
     with pytest.raises(ConfigError, match="no legal configuration was found near this one") as caught:

@@ -16,11 +16,7 @@ from rampup.errors import RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
 
 SHARES = {"batch_size_schedule": "0:16 3%:32 10%:64", "max_target_length": 128}
-
-
 PLAN = ("plan", "base.yml", "--devices", "4")
-
-# Budgets and shares
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 12_345_678, "1.5M", "2B"])
@@ -77,9 +73,6 @@ def test_the_nearest_budget_counts(tmp_path, capsys):
     assert load_config(tmp_path / "my.yml", ["train_samples=7"]).train_tokens is None
     code, refused = run_json(capsys, *PLAN, "train_samples=6400", "steps=3")
     assert (code, refused["error"]["key"]) == (2, "steps")
-
-
-# Seesaw
 
 
 def test_seesaw_takes_fewer_steps_for_the_same_samples():
@@ -145,9 +138,6 @@ def test_bad_hyperparameter_keys_are_refused(keys, key):
         build_plan(Config(**({"per_device_batch_size": 16} | keys | {key: value})), 4)
 
 
-# Hyperparameters of every phase
-
-
 def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
     """The JSON of every phase has its constants: b2**(1/B) is constant to 1e-12, and the learning rate is that of the run."""
     words = ["batch_scaling=half_life", "learning_rate_batch_scaling=sqrt"]
@@ -191,9 +181,6 @@ def test_each_rule_scales_its_constants(rule, rate, constants):
         assert chosen != "auto" or decay == constants[3]
 
 
-# Resume
-
-
 def test_a_resumed_plan_keeps_seesaw_on_other_devices():
     """The rates and batches come from the record, on 4, 8 and 2 devices; another budget or factor is refused."""
     keys = {"per_device_batch_size": 16, "train_samples": 20_000, "seesaw_factor": 2, "seesaw_max_batch_size": 512}
@@ -230,9 +217,6 @@ def test_a_longer_budget_without_shares_is_the_same_ramp():
     shares = [Config(train_samples=n, **SHARES) for n in (10_000, 20_000)]
     with pytest.raises(ResumeMismatchError, match="train_samples: 10000 -> 20000"):
         plan_to_resume(shares[1], 4, recorded(shares[0], build_plan(shares[0], 4), 5))
-
-
-# Presets
 
 
 @pytest.mark.parametrize("tokens", [NANOCHAT_REFERENCE_TOKENS, 10**10, 10**11, 10**12])

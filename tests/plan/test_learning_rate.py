@@ -79,17 +79,6 @@ def test_rate_over_batch_stays_that_of_the_planned_schedule(exponent, multiple):
     assert max(seesaw.ramp.sizes) == 400 // multiple * multiple
 
 
-def test_cuts_beyond_the_largest_batch_cut_the_rate_alone():
-    """At the largest batch, a cut by a is a cut by a."""
-    seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts_by(2, [800, 1600, 2400, 3200]), max_batch_size=24)
-    segments = segments_of(seesaw)
-    assert [segment.global_batch_size for segment in segments] == [8, 16, 24, 24, 24]
-    rates = [segment.level * segment.scale for segment in segments]
-    assert rates[1] == pytest.approx(0.5**0.5)
-    assert rates[2] == pytest.approx(0.25 * 3**0.5)
-    assert rates[3:] == pytest.approx([rates[2] / 2, rates[2] / 4])
-
-
 def test_no_batch_is_larger_than_the_rest_of_the_run():
     """The last batches of a decay to zero stay within the samples that are left."""
     for total in (400, 4000, 40_000):

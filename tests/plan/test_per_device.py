@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
-from rampup.plan.per_device import global_batch_sizes
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = cases("ramp_maxtext")
@@ -72,14 +71,6 @@ def test_batch_size_schedule_sets_the_global_batch():
     assert [(p.start_sample, p.global_batch_size) for p in ramp.phases] == [(0, 8), (104, 16)]
     with pytest.raises(ConfigError, match="must be one of samples, tokens"):
         ramp_from_config(**keys, batch_size_schedule_unit="bytes")
-
-
-def test_global_batch_size_is_exact():
-    """Fractions of a sample per device must give a whole global batch."""
-    assert global_batch_sizes({"k": "1/3"}, 6) == {"k": 2}
-    assert global_batch_sizes({"k": 0.1}, 30) == {"k": 3}
-    with pytest.raises(BatchDivisibilityError, match="nearest k: 1/3, 2/3"):
-        global_batch_sizes({"k": 0.5}, 3)
 
 
 def config(**changes):

@@ -4,19 +4,13 @@ import itertools
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
-from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe
-from rampup.plan.pipeline import (
-    Timetable,
-    pass_bubble,
-    pass_ticks,
-    pipeline_candidates,
-    pipeline_repeats,
-    predicted_time,
-    stage_layer_order,
-)
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe, pipeline
+from rampup.plan.pipeline import Timetable, pass_bubble, pass_ticks, pipeline_candidates, pipeline_repeats, predicted_time
 
 PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_device_batch_size": 16}
 PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}
@@ -53,7 +47,7 @@ def test_pipeline_repeats_rejects_other_layers(layers, stages, per_stage, repeat
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 def test_stage_layer_order_assigns_chunks_in_turn(repeats):
     """Chunk c of the layers is on stage c mod p, and every layer appears once."""
-    order = stage_layer_order(24, num_stages=4, num_repeats=repeats)
+    order = pipeline.stage_layer_order(24, num_stages=4, num_repeats=repeats)
     assert sorted(order) == list(range(24))
     size = 24 // (4 * repeats)
     for place, layer in enumerate(order):
@@ -94,10 +88,7 @@ def test_bubble_is_that_of_the_program():
 def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
     """Five microbatches in four stages with two repeats are best by the 13 ticks of balanced groups, but they take 16."""
     choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), repeats=(2,))
-    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
-        (1, 8 * Fraction(9, 2)),
-        (5, 16 * Fraction(5, 2)),
-    ]
+    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [(1, 36), (5, 40)]
 
 
 def test_pipeline_candidates_are_complete_and_sorted():
@@ -146,3 +137,145 @@ def test_build_plan_chooses_the_best_repeats(overhead, repeats):
     """More repeats make the bubble smaller but add ticks, so the overhead decides."""
     keys = PIPELINE | {"num_layers_per_pipeline_stage": -1, "pipeline_tick_overhead": overhead}
     assert build_plan(Config(**keys), 4).splitter.num_repeats == repeats
+
+
+STAGES, MICROBATCHES = range(1, 9), range(1, 33)
+
+
+def build(schedule, p, m, v=1, **options):
+    """Return a timetable with equal costs of forward and backward unless they are given."""
+    options = {"forward_cost": 1, "backward_cost": 1} | options
+    return Timetable.build(schedule, num_stages=p, num_microbatches=m, num_repeats=v, **options)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "slots", "span", "bubble", "peaks", "zero_bubble_span"),
+    [
+        (4, 8, 22, 33, Fraction(3, 11), (4, 3, 2, 1), 27),
+        (8, 32, 78, 117, Fraction(7, 39), (8, 7, 6, 5, 4, 3, 2, 1), 103),
+        (4, 3, 12, 18, Fraction(1, 2), (3, 3, 2, 1), None),
+    ],
+)
+def test_build_agrees_with_published_numbers_without_repeats(p, m, slots, span, bubble, peaks, zero_bubble_span):
+    """GPipe, 1F1B and ZB-H1 have the spans, bubbles and peaks of other implementations' tables."""
+    for schedule, live in (("gpipe", (m,) * p), ("1f1b", peaks)):
+        table = build(schedule, p, m)
+        assert (table.makespan, table.bubble_fraction, table.peak_live_microbatches) == (slots, bubble, live)
+        assert build(schedule, p, m, backward_cost=2).makespan == span
+    if zero_bubble_span:
+        table = build("zb-h1", p, m, backward_cost=2)
+        assert (table.makespan, table.peak_live_microbatches) == (zero_bubble_span, (p,) * p)
+        assert table.bubble_fraction == Fraction(p - 1, zero_bubble_span)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v", "ticks", "bubble", "peak"),
+    [
+        (4, 8, 2, 19, Fraction(3, 19), Fraction(11, 2)),
+        (8, 16, 4, 71, Fraction(7, 71), Fraction(39, 4)),
+        (4, 3, 2, 10, Fraction(2, 5), 3),
+        (4, 2, 2, 9, Fraction(5, 9), 2),
+    ],
+)
+def test_build_agrees_with_published_numbers_with_repeats(p, m, v, ticks, bubble, peak):
+    """Interleaved and circular have the ticks, bubbles and peaks of other implementations' tables."""
+    for schedule, live in (("interleaved", peak), ("circular", m)):
+        table = build(schedule, p, m, v)
+        assert (table.makespan * v, table.bubble_fraction) == (2 * ticks, bubble)
+        assert table.peak_live_microbatches[0] == live
+
+
+@pytest.mark.parametrize(("p", "v"), [*((p, 1) for p in STAGES), *itertools.product((2, 3, 4, 5, 8), (2, 3, 4))])
+def test_closed_forms_agree_with_counts(p, v):
+    """For every m up to 32: with repeats the bubble is 1/v as large, and only m < p stalls."""
+    for m in MICROBATCHES:
+        for schedule in ("gpipe", "1f1b") if v == 1 else ("interleaved", "circular"):
+            table = build(schedule, p, m, v, backward_cost=2)
+            assert table.makespan == Fraction(3 * (max(m, p) * (v - 1) + m + p - 1), v)
+            assert table.bubble_fraction == pipeline.bubble_fraction(p, m, v)
+            assert table.peak_live_microbatches == peaks(schedule, p, m, v)
+        if m >= p and v == 1:
+            table = build("zb-h1", p, m, backward_cost=2)
+            assert table.makespan == 3 * m + p - 1
+            assert table.peak_live_microbatches == peaks("zb-h1", p, m)
+
+
+def peaks(schedule, p, m, v=1):
+    """Return the closed form of `peak_live_microbatches`. Interleaved means balanced groups."""
+
+    def peak(stage):
+        after = p - 1 - stage
+        if schedule in ("gpipe", "circular"):
+            return m
+        if schedule == "1f1b":
+            return min(m, after + 1)
+        if schedule == "zb-h1":
+            return min(m, p)
+        return Fraction(min(v * m, 2 * after + (v - 1) * pipeline.group_sizes(m, p)[0] + 1), v)
+
+    return tuple(map(peak, range(p)))
+
+
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]),
+    p=st.integers(0, 6),
+    m=st.integers(-1, 12),
+    v=st.integers(0, 3),
+    forward=st.fractions(-1, 8, max_denominator=16),
+    backward=st.fractions(-1, 8, max_denominator=16),
+)
+def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backward):
+    """For any costs: each operation once, one at a time per stage, inputs before their use, and all costs counted."""
+    v = v if schedule in ("interleaved", "circular") else min(v, 1)
+    m = max(m, p) if schedule == "zb-h1" else m
+    if min(p, m, v, forward, backward) <= 0:
+        with pytest.raises(PipelineShapeError):
+            build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
+        return
+    table = build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
+    kinds = "FIW" if schedule == "zb-h1" else "FB"
+    done = {(o.kind, o.stage, o.microbatch, o.repeat): o for o in table.operations}
+    assert len(done) == len(table.operations) == p * m * v * len(kinds)
+    for stage in range(p):
+        own = table.of_stage(stage)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+        assert sum(o.end - o.start for o in own) == m * (forward + backward)
+    backwards = kinds[1]
+    for (kind, s, k, r), o in done.items():
+        place = r * p + s
+        if kind == "F" and place:
+            assert done["F", (place - 1) % p, k, (place - 1) // p].end <= o.start
+        if kind == backwards:
+            needed = ("F", s, k, r) if place == p * v - 1 else (kind, (place + 1) % p, k, (place + 1) // p)
+            assert done[needed].end <= o.start
+        if kind == "W":
+            assert done["I", s, k, r].end <= o.start
+    assert int(table.num_ticks) * table.tick == table.makespan
+
+
+@pytest.mark.parametrize(("p", "m", "v", "sends"), [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))])
+def test_sends_per_stage(p, m, v, sends):
+    """Each stage sends activations forward and gradients backward. The ends of the pipeline send nothing."""
+    assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "nearest"),
+    [
+        ({"schedule": "2f2b"}, "schedule", ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")),
+        ({"num_stages": 0}, "stages", (1,)),
+        ({"num_microbatches": 0}, "microbatches", (1,)),
+        ({"num_repeats": -1}, "repeats", (1,)),
+        ({"num_repeats": 2}, "repeats", (1,)),
+        ({"schedule": "zb-h1", "num_microbatches": 3}, "microbatches", (4,)),
+        ({"forward_cost": 0}, "forward-cost", (1,)),
+        ({"backward_cost": -1}, "backward-cost", (1,)),
+        ({"num_microbatches": 10**9}, "microbatches", (166_666,)),
+    ],
+)
+def test_build_rejects_undefined_schedules(change, key, nearest):
+    """Each error has the key to change, and the nearest numbers for which the schedule is defined."""
+    shape = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8} | change
+    with pytest.raises(PipelineShapeError) as caught:
+        Timetable.build(**shape)
+    assert (caught.value.key, caught.value.nearest) == (key, nearest)

@@ -83,21 +83,13 @@ def test_look_ups_refuse_negative_numbers():
             look_up(-1)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is empty"),
-        ("5:8", "first threshold must be 0"),
-        ("0:8 100", "is not THRESHOLD:SIZE"),
-        ("0:8 1,000:16", "is not THRESHOLD:SIZE"),
-        ("0:8 100:0", "must be at least 1"),
-        ("0:8 100:12.9", "must be a whole number"),
-        ("0:8 200:16 100:32", "must increase"),
-        ("0:8 100:16 100:32", "must increase"),
-        ("0:8 1G:16", "is not a number"),
-        ("0:8:16", "is not a number"),
-    ],
-)
+BAD = {"": "is empty", "5:8": "first threshold must be 0", "0:8 100": "is not THRESHOLD:SIZE"}
+BAD |= {"0:8 1,000:16": "is not THRESHOLD:SIZE", "0:8 100:0": "must be at least 1", "0:8 100:12.9": "must be a whole number"}
+BAD |= {"0:8 200:16 100:32": "must increase", "0:8 100:16 100:32": "must increase"}
+BAD |= {"0:8 1G:16": "is not a number", "0:8:16": "is not a number"}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD.items())
 def test_from_schedule_rejects(text, message):
     """An invalid schedule is rejected, and the error has the key."""
     with pytest.raises(RampDefinitionError, match=message) as caught:
