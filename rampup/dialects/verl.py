@@ -351,7 +351,7 @@ COUNTS = (
     *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
     *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
     *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
-    *(f"{ACTOR}.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
+    *(f"{role}.torchtitan.{name}" for role in (ACTOR, REF) for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
     *(OLD_SEQUENCE["ref"], SEQUENCE["ref"], f"{REF}.veomni.ulysses_parallel_size"),
     *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
@@ -361,6 +361,7 @@ CRITIC_COUNTS = (
     *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
     *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
     *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
+    *(f"critic.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
 )
 
 
@@ -441,11 +442,8 @@ class VerlJob(RolloutJob):
             if strategy == "torchtitan":
                 self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
 
-        # Keys that must be positive. Fully asynchronous training has no batch of prompts.
-        counts = (*(() if self.fully_async else (TRAIN,)), *COUNTS)
-        counts += (() if self.dynamic["actor"] else STATIC_COUNTS) + (CRITIC_COUNTS if self.has_critic else ())
-        self.usable = all(self[key] is None or self[key] >= 1 for key in counts)
-        self.usable = self.usable and all(self.replicas[model] >= 1 for model in self.models)
+        has_counts = not any(rule.is_broken(self) for rule in POSITIVE)
+        self.usable = has_counts and all(self.replicas[model] >= 1 for model in self.models)
 
     def _count_step(self) -> None:
         """Count the prompts and samples of a step, with padding."""
@@ -549,13 +547,11 @@ class VerlJob(RolloutJob):
     def at_version(self, version: str) -> VerlJob:
         """Return the job of the same file with the rules of another version."""
         before, after = (old_defaults(VERSIONS.index(name) + 1) for name in (self[WORD], version))
-        settings = self.settings.with_value(WORD, version)
-        values = {
-            key: after.get(key, KEYS[key].default)
-            for key in {*before, *after} - self.settings.given
-            if self[key] == before.get(key, KEYS[key].default)
-        }
-        return VerlJob(dataclasses.replace(settings, values={**settings.values, **values}, given=self.settings.given))
+        values = {**self.settings.values, WORD: version}
+        for key in {*before, *after} - self.settings.given:
+            if self[key] == before.get(key, KEYS[key].default):
+                values[key] = after.get(key, KEYS[key].default)
+        return VerlJob(dataclasses.replace(self.settings, values=values))
 
     def _product(self, model: str, names: Iterable[str]) -> int:
         """Return the product of sizes of a model's backend; an unset one is the actor's."""
@@ -580,14 +576,13 @@ class VerlJob(RolloutJob):
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     actor, share = job.policy, job.step_share()
-    prompts = f"{MINI} * require_batches = {job.policy.mini_batch:,} * {job.num_mini_batches(job.policy):,}"
+    prompts = f"{MINI} * require_batches = {actor.mini_batch:,} * {job.num_mini_batches(actor):,}"
     if not job.fully_async:
         prompts = TRAIN if job.prompts == job[TRAIN] else GEN
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
-    yield (
-        f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
-        f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
-    )
+    size = f"{job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})"
+    replicas = f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch"
+    yield f"{counted(job.devices, 'device')} / {size}", replicas
     if job.dynamic["actor"]:
         yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
     else:
@@ -596,22 +591,21 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
         yield LOG_PROB, f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}"
     if job.padded_samples:
         yield "", f"{counted(job.padded_samples, 'short artificial sample')} added to each step"
-    tensor, size = ROLLOUT_SIZES[0], job[FSDP_SIZE]
-    if tensor in job.settings.given and job.rollout_devices % job.rollout_size == 0:
-        yield tensor, f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate"
-    if job.strategies["actor"].startswith("fsdp") and 0 < size < job.devices:
-        yield FSDP_SIZE, f"{counted(job.devices // size, 'copy')} of the model, each over {counted(size, 'device')}"
+    if ROLLOUT_SIZES[0] in job.settings.given and job.rollout_devices % job.rollout_size == 0:
+        yield ROLLOUT_SIZES[0], f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate"
+    if job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices:
+        copies = counted(job.devices // job[FSDP_SIZE], "copy")
+        yield FSDP_SIZE, f"{copies} of the model, each over {counted(job[FSDP_SIZE], 'device')}"
 
 
 def _outcome(job: VerlJob) -> str:
     """Return what a run does, in a few words."""
     if broken := [rule.name.partition(".")[2] for rule in RULES if rule.is_broken(job)]:
         return f"{', '.join(broken[:2])} broken"
-    passes = "" if job.passes is None else f", {counted(job.passes, 'pass')}"
-    text = (
-        f"{counted(job.samples, 'sample')}, {counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}{passes}"
-    )
-    return text + (f", {job.padded_samples:,} artificial samples" if job.padded_samples else "")
+    updates = f"{counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}"
+    passes = [] if job.passes is None else [counted(job.passes, "pass")]
+    padding = [f"{job.padded_samples:,} artificial samples"] if job.padded_samples else []
+    return ", ".join([counted(job.samples, "sample"), updates, *passes, *padding])
 
 
 def _other_versions(job: VerlJob) -> Iterator[str]:
@@ -643,11 +637,10 @@ def _notes(job: VerlJob) -> Iterator[str]:
             yield f"veRL 0.2 divides sizes by devices / {FSDP_SIZE}, not by replicas: its batches are larger than here."
     yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
     if job.fully_async:
-        yield (
-            "fully asynchronous training, which does not call veRL's check: a step takes async_training.require_batches = "
-            f"{counted(job.num_mini_batches(job.policy), 'mini batch')} from the queue of generated samples, and the generator "
-            f"gets new weights every {counted(job[ASYNC_SYNC] or 4, 'step')}, so samples may be older than that."
-        )
+        taken = f"{ASYNC_BATCHES} = {counted(job.num_mini_batches(job.policy), 'mini batch')}"
+        weights = f"the generator gets new weights every {counted(job[ASYNC_SYNC] or 4, 'step')}"
+        queue = f"a step takes {taken} from the queue of generated samples, and {weights}"
+        yield f"fully asynchronous training, which does not call veRL's check: {queue}, so samples may be older than that."
     for model in job.models:
         if job.devices % job.model_sizes[model]:
             devices = f"the {model}'s {job.devices:,} devices"
@@ -655,26 +648,19 @@ def _notes(job: VerlJob) -> Iterator[str]:
     if job.sync_step > 1:
         yield f"a step is trained on in {job.sync_step:,} parts of {counted(job.part_samples, 'sample')}."
     if job.padded_samples:
-        padded = counted(job.padded_samples, "short artificial sample")
-        yield (
-            f"the newer trainer adds {padded} so that every mini batch is full; the "
-            "loss still divides by full mini batches. trainer.use_v1=false fails instead."
-        )
+        padded = f"{counted(job.padded_samples, 'short artificial sample')} so that every mini batch is full"
+        loss = "the loss still divides by full mini batches"
+        yield f"the newer trainer adds {padded}; {loss}. trainer.use_v1=false fails instead."
     if job.dynamic["actor"]:
         yield "with a token budget veRL skips most of its checks of sizes and ignores micro batch sizes."
         if job.token_budget < job.longest:
-            yield (
-                f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens is less than the longest sequence, "
-                f"{job.longest:,}: the first such sequence stops the run."
-            )
+            budget = f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens"
+            yield f"{budget} is less than the longest sequence, {job.longest:,}: the first such sequence stops the run."
     if job.critic is not None and not job.old_workers:
-        yield (
-            "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
-            f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and critic.use_dynamic_bsz."
-        )
+        tokens = f"{CRITIC_BUDGET:,} of them, regardless of {MICROS['critic']} and {DYNAMICS['critic']}"
+        yield f"the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, {tokens}."
         if job[OLD_SEQUENCE["critic"]] > 1:
-            old, new = OLD_SEQUENCE["critic"], SEQUENCE["critic"]
-            yield f"{old} is read by the check alone; the critic's engine reads {new}."
+            yield f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's engine reads {SEQUENCE['critic']}."
     if job.critic is not None:
         if job.era <= 3:
             yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
@@ -685,22 +671,16 @@ def _notes(job: VerlJob) -> Iterator[str]:
         if old in job.settings.given and job[old] is not None and not job.old_workers:
             yield f"{old} is deprecated; use {new}."
     if not job.settings.given & set(ROLLOUT_SIZES) and job.rollout_devices % job.rollout_size:
-        size = ROLLOUT_SIZES[0]
-        yield (
-            f"the file does not size the inference engines, and {size} is {job[size]:,} by default, "
-            f"which does not divide {counted(job.rollout_devices, 'device')}."
-        )
-    strategy = job.strategies["actor"]
-    given = job[f"{ACTOR}.strategy"]
-    if given not in (None, strategy) and job.foreign_strategy(f"{ACTOR}.strategy") is None:
-        yield f"{ACTOR}.strategy={given} is read by the check alone; the engine is {strategy}, by model_engine."
+        default = f"{ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default"
+        devices = counted(job.rollout_devices, "device")
+        yield f"the file does not size the inference engines, and {default}, which does not divide {devices}."
+    strategy, key = job.strategies["actor"], f"{ACTOR}.strategy"
+    if job[key] not in (None, strategy) and job.foreign_strategy(key) is None:
+        yield f"{key}={job[key]} is read by the check alone; the engine is {strategy}, by model_engine."
     sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
     if sequence > 1 and not strategy.startswith("fsdp"):
-        own = "ulysses_parallel_size" if strategy == "veomni" else "context_parallel_size"
-        yield (
-            f"ulysses_sequence_parallel_size={sequence:,} has no effect with {strategy}; devices share a sequence by "
-            f"{ACTOR}.{strategy}.{own}."
-        )
+        own = f"{ACTOR}.{strategy}.{'ulysses_parallel_size' if strategy == 'veomni' else 'context_parallel_size'}"
+        yield f"ulysses_sequence_parallel_size={sequence:,} has no effect with {strategy}; devices share a sequence by {own}."
     if not job.fully_async:
         yield from dropped_prompts(job)
     generated = job[GEN]
@@ -708,10 +688,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
         why = f"trainer_mode={job.mode}" if job.mode != "sync" else FILTER if job[FILTER] else REFILL
         yield f"{why} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
-        yield (
-            f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until {TRAIN}={job[TRAIN]:,} of them have "
-            "responses that are not all alike; the rest are dropped."
-        )
+        kept = f"{TRAIN}={job[TRAIN]:,} of them have responses that are not all alike"
+        yield f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until {kept}; the rest are dropped."
     elif generated is not None and not job.v1 and not job.fully_async and job.prompts != job[TRAIN]:
         yield f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."
     yield "the learning rate advances once per training step, not per optimizer step."
@@ -1013,13 +991,16 @@ _RUN: Rules = [
         when=lambda job: job["num_prompts"] is not None),
 ]  # fmt: skip
 _EMPTY = "the run divides by it or stays empty"
-RULES: Rules = [
+POSITIVE: Rules = [
     *positive("verl", [TRAIN], f"{_EMPTY}; only fully asynchronous training, whose files set {ASYNC}*, wants 0",
         when=lambda job: not job.fully_async, found_by="run"),
     *[rule for key in COUNTS
       for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
     *positive("verl", STATIC_COUNTS, "the run divides by it", when=lambda job: job.is_static("actor"), found_by="run"),
     *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
+]  # fmt: skip
+RULES: Rules = [
+    *POSITIVE,
     *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
     *map(_has_a_replica, PREFIXES),
     *map(_megatron_starts, PREFIXES),

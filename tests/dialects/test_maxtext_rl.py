@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers.dialect_files import check_nearest, numbers_test, rules, verdict
+from helpers.dialect_files import boundary_test, numbers_test, verdict
 
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
@@ -15,52 +15,35 @@ def found(config=VALID, *settings, **more):
     return verdict("maxtext_rl", {**config, **more}, *settings)
 
 
-@pytest.mark.parametrize(
-    ("keys", "broken"),
-    [
-        ({}, []),
-        ({"train_micro_batch_size": 4}, []),
-        ({"train_micro_batch_size": 3}, ["train_micro_batch_size_divides_batch"]),
-        ({"train_micro_batch_size": 0}, ["train_micro_batch_size_positive"]),
-        ({"train_micro_batch_size": -1}, []),
-        ({"train_micro_batch_size": -2}, ["train_micro_batch_size_positive"]),
-        ({"rollout_micro_batch_size": 8}, []),
-        ({"rollout_micro_batch_size": 16}, ["rollout_micro_batch_size_divides_batch"]),
-        ({"rollout_micro_batch_size": 0}, ["rollout_micro_batch_size_positive"]),
-        ({"batch_size": 0}, ["batch_size_at_least_1"]),
-        ({"num_batches": 0}, ["num_batches_at_least_1"]),
-        ({"num_epoch": 0}, ["num_epoch_at_least_1"]),
-        ({"rl": {"num_generations": 1}}, ["num_generations_at_least_2"]),
-        ({"rl": {"num_generations": 2}}, []),
-        ({"rl": {"num_iterations": 0}}, ["num_iterations_at_least_1"]),
-        ({"train_fraction": 0.0}, ["train_fraction"]),
-        ({"train_fraction": 1.0}, []),
-        ({"train_fraction": 1.01}, ["train_fraction"]),
-        ({"train_fraction": 0.5}, []),
-        ({"train_fraction": 0.49}, ["dataset_fills_a_batch"]),
-        ({"trainer_devices_fraction": 0.0}, ["trainer_devices_fraction"]),
-        ({"sampler_devices_fraction": 1.5}, ["sampler_devices_fraction"]),
-        ({"num_trainer_slices": 1}, ["slices"]),
-        ({"num_trainer_slices": 1, "num_samplers_slices": 1}, []),
-        ({"rollout_tensor_parallelism": -1}, ["rollout_axes"]),
-        ({"rollout_tensor_parallelism": -1, "rollout_data_parallelism": 4}, []),
-        ({"rollout_tensor_parallelism": 0}, ["rollout_axes"]),
-        ({"rollout_tensor_parallelism": 3}, ["rollout_devices"]),
-        ({"rollout_tensor_parallelism": 8}, []),
-        ({"rollout_tensor_parallelism": 2, "rollout_data_parallelism": 2}, ["rollout_devices"]),
-        ({"rollout_tensor_parallelism": 2, "rollout_data_parallelism": 4}, []),
-        ({"num_trainer_slices": 1, "num_samplers_slices": 1, "ici_tensor_parallelism": 3}, ["tensor_in_slice"]),
-        ({"num_trainer_slices": 1, "num_samplers_slices": 1, "ici_tensor_parallelism": 4}, []),
-        ({"trainer_devices_fraction": 0.01}, ["devices_left"]),
-        ({"micro_batch_size": 2}, ["older_name"]),
-    ],
-)
-def test_rules_break_just_beyond_their_boundary(keys, broken):
-    """A file just beyond each rule breaks it, a file just inside does not, and the nearest values fix it."""
-    config = {**VALID, **keys}
-    result = found(config, "num_devices=16")
-    assert rules(result) == broken
-    check_nearest("maxtext_rl", config, ["num_devices=16"], result)
+TRAIN, ROLLOUT = "train_micro_batch_size", "rollout_micro_batch_size"
+SLICES, TENSOR = {"num_trainer_slices": 1, "num_samplers_slices": 1}, "rollout_tensor_parallelism"
+AXES = {"rollout_data_parallelism": 4}
+BOUNDARIES = [
+    (f"{TRAIN}_divides_batch", {TRAIN: 4}, {TRAIN: 3}, "rejects"),
+    (f"{TRAIN}_positive", {TRAIN: 1}, {TRAIN: 0}, "rejects"),
+    (f"{TRAIN}_positive", {TRAIN: -1}, {TRAIN: -2}, "rejects"),
+    (f"{ROLLOUT}_divides_batch", {ROLLOUT: 8}, {ROLLOUT: 16}, "rejects"),
+    (f"{ROLLOUT}_positive", {ROLLOUT: 1}, {ROLLOUT: 0}, "rejects"),
+    ("batch_size_at_least_1", {}, {"batch_size": 0}, "rejects"),
+    ("num_batches_at_least_1", {}, {"num_batches": 0}, "rejects"),
+    ("num_epoch_at_least_1", {}, {"num_epoch": 0}, "rejects"),
+    ("num_generations_at_least_2", {"rl": {"num_generations": 2}}, {"rl": {"num_generations": 1}}, "rejects"),
+    ("num_iterations_at_least_1", {}, {"rl": {"num_iterations": 0}}, "rejects"),
+    ("train_fraction", {"train_fraction": 0.5}, {"train_fraction": 0.0}, "rejects"),
+    ("train_fraction", {"train_fraction": 1.0}, {"train_fraction": 1.01}, "rejects"),
+    ("dataset_fills_a_batch", {"train_fraction": 0.5}, {"train_fraction": 0.49}, "rejects"),
+    ("trainer_devices_fraction", {}, {"trainer_devices_fraction": 0.0}, "rejects"),
+    ("sampler_devices_fraction", {"sampler_devices_fraction": 1.0}, {"sampler_devices_fraction": 1.5}, "rejects"),
+    ("slices", SLICES, {"num_trainer_slices": 1}, "rejects"),
+    ("rollout_axes", {TENSOR: -1, **AXES}, {TENSOR: -1}, "rejects"),
+    ("rollout_axes", {}, {TENSOR: 0}, "rejects"),
+    ("rollout_devices", {TENSOR: 8}, {TENSOR: 3}, "rejects"),
+    ("rollout_devices", {TENSOR: 2, **AXES}, {TENSOR: 4, **AXES}, "rejects"),
+    ("tensor_in_slice", {**SLICES, "ici_tensor_parallelism": 4}, {**SLICES, "ici_tensor_parallelism": 3}, "rejects"),
+    ("devices_left", {}, {"trainer_devices_fraction": 0.01}, "accepts"),
+    ("older_name", {}, {"micro_batch_size": 2}, "rejects"),
+]
+test_rules_break_just_beyond_their_boundary = boundary_test("maxtext_rl", VALID | {"num_devices": 16}, BOUNDARIES, exact=True)
 
 
 OPEN = {name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"} | {"train_micro_batch_size": 1}

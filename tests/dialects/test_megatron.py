@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.megatron: Megatron's batch arguments."""
 
 import pytest
-from helpers.dialect_files import cases, check_nearest, expect, numbers_test, rules, verdict
+from helpers.dialect_files import boundary_test, cases, expect, numbers_test, verdict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -148,84 +148,62 @@ def test_devices_and_conversion_are_refused_with_a_reason():
     assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
 
 
-@pytest.mark.parametrize(
-    ("config", "validator", "broken"),
-    [
-        (CONSTANT, "accepts", []),
-        ({**CONSTANT, "global_batch_size": 65}, "rejects", ["batch_divisible"]),
-        ({**CONSTANT, "global_batch_size": 16}, "accepts", []),
-        ({**CONSTANT, "global_batch_size": 8}, "rejects", ["batch_divisible"]),
-        ({**CONSTANT, "global_batch_size": 0}, "rejects", ["global_batch_positive"]),
-        ({**CONSTANT, "global_batch_size": 65, "decrease_batch_size_if_needed": True}, "accepts", []),
-        ({**CONSTANT, "global_batch_size": 15, "decrease_batch_size_if_needed": True}, "rejects", ["decreased_to_nothing"]),
-        ({**CONSTANT, "micro_batch_size": 0}, "rejects", ["micro_batch_positive"]),
-        ({"global_batch_size": 64}, "rejects", ["micro_batch_positive"]),
-        ({**CONSTANT, "eval_global_batch_size": 24}, "rejects", ["eval_batch_divisible"]),
-        ({**CONSTANT, "eval_global_batch_size": 24, "eval_micro_batch_size": 3}, "accepts", []),
-        (RAMP, "accepts", []),
-        ({**RAMP, "rampup_batch_size": [16, 8]}, "rejects", ["ramp_is_a_triple"]),
-        ({**RAMP, "rampup_batch_size": "16 8 many"}, "rejects", ["ramp_is_a_triple"]),
-        ({**RAMP, "rampup_batch_size": [0, 8, 500]}, "rejects", ["ramp_numbers_positive"]),
-        ({**RAMP, "rampup_batch_size": [16, 0, 500]}, "rejects", ["ramp_numbers_positive"]),
-        ({**RAMP, "rampup_batch_size": [16, 8, -1]}, "rejects", ["ramp_numbers_positive"]),
-        ({**RAMP, "rampup_batch_size": [16, 8, 0]}, "accepts", ["ramp_divides_by_zero"]),
-        ({**RAMP, "rampup_batch_size": [16, 8, 1]}, "accepts", []),
-        ({**RAMP, "rampup_batch_size": [48, 8, 500]}, "accepts", ["ramp_divides_by_zero"]),
-        ({**RAMP, "rampup_batch_size": [56, 8, 500]}, "rejects", ["ramp_grows"]),
-        ({**RAMP, "rampup_batch_size": [16, 24, 500]}, "rejects", ["ramp_increment_divides"]),
-        ({**RAMP, "rampup_batch_size": [16, 16, 500]}, "accepts", []),
-        ({**RAMP, "rampup_batch_size": [20, 4, 500]}, "accepts", ["ramp_phases_divisible"]),
-        ({**RAMP, "rampup_batch_size": [16, 4, 500]}, "accepts", ["ramp_phases_divisible"]),
-        ({**ROUNDED, "rampup_batch_size": [4, 4, 500]}, "accepts", ["ramp_decreased_to_nothing"]),
-        ({**ROUNDED, "rampup_batch_size": [8, 4, 500]}, "accepts", []),
-        ({**RAMP, "train_iters": 100}, "rejects", ["ramp_counts_samples"]),
-        ({**RAMP, "train_samples": 100}, "accepts", []),
-        ({**RAMP, "max_steps": 100}, "accepts", []),
-        (STEPS, "accepts", []),
-        ({**STEPS, "global_batch_size": 32}, "rejects", ["schedule_excludes_global_batch"]),
-        ({**STEPS, "decrease_batch_size_if_needed": True}, "rejects", ["schedule_excludes_decrease"]),
-        ({**STEPS, "step_batch_size_schedule": "1:8 100:16"}, "rejects", ["schedule_starts_at_0"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 1,000:16"}, "rejects", ["schedule_entries"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 1_000:16"}, "accepts", []),
-        ({**STEPS, "step_batch_size_schedule": "0:8 1G:16"}, "rejects", ["schedule_entries"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 100:16 100:32"}, "rejects", ["schedule_thresholds_increase"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 100:16 101:32"}, "accepts", []),
-        ({**STEPS, "step_batch_size_schedule": "0:8 5:16 6:32", "seq_length": 4}, "rejects", ["schedule_thresholds_increase"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 100:0"}, "rejects", ["schedule_sizes_positive"]),
-        ({**STEPS, "step_batch_size_schedule": "0:16 100:8"}, "accepts", ["schedule_grows"]),
-        ({**STEPS, "step_batch_size_schedule": "0:8 100:20"}, "accepts", ["schedule_phases_divisible"]),
-        (INTERLEAVED, "accepts", []),
-        ({**INTERLEAVED, "global_batch_size": 24}, "accepts", ["group_in_range"]),
-        ({**INTERLEAVED, "global_batch_size": 40}, "accepts", ["whole_groups"]),
-        ({**INTERLEAVED, "microbatch_group_size_per_vp_stage": 3}, "accepts", ["group_in_range", "whole_groups"]),
-        ({**INTERLEAVED, "global_batch_size": 88, "microbatch_group_size_per_vp_stage": 7}, "accepts", []),
-        ({**INTERLEAVED, "global_batch_size": 80, "microbatch_group_size_per_vp_stage": 7}, "accepts", ["whole_groups"]),
-        ({**INTERLEAVED, "num_layers": 18}, "rejects", ["layers_over_stages"]),
-        ({**INTERLEAVED, "num_layers": 20}, "rejects", ["layers_over_chunks"]),
-        ({**INTERLEAVED, "pipeline_model_parallel_size": 1}, "rejects", ["chunks_need_stages"]),
-        ({**INTERLEAVED, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": False}, "rejects", ["chunks_need_stages"]),
-        ({**INTERLEAVED, "pipeline_model_parallel_size": 2}, "accepts", []),
-        ({**INTERLEAVED, VP: 0}, "rejects", ["chunks_positive"]),
-        ({**CONSTANT, "pipeline_model_parallel_size": 8}, "accepts", []),
-        # Only an even split must divide, and a layout must fill the stages.
-        ({**STAGES4, "num_layers": 15, EMBEDDING: True}, "accepts", []),
-        ({**STAGES4, "num_layers": 14, EMBEDDING: True, LOSS: True, PER_CHUNK: 2}, "accepts", []),
-        ({**STAGES4, "num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, "accepts", []),
-        ({**STAGES4, "num_layers": 6, LAYOUT: "Ett|tt|ttL"}, "rejects", ["layout_fills_stages"]),
-        ({**STAGES4, "num_layers": 8, LAYOUT: "(t|)*100000"}, "rejects", ["layout_fills_stages"]),
-        ({**STAGES4, LAYOUT: [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["loss"]]}, "accepts", []),
-        ({**STAGES4, "num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, "accepts", []),
-        # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
-        ({**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, "accepts", []),
-        ({**STAGES4, "global_batch_size": 16, LAYOUT: "Et|t|t|t|t|t|t|tL"}, "accepts", ["group_in_range"]),
-    ],
-)
-def test_rules_break_just_beyond_their_boundary(config, validator, broken):
-    """A file just beyond each rule breaks it, a file just inside does not, and the nearest values fix it."""
-    result = found(config)
-    assert rules(result) == broken
-    assert result.validator == validator
-    check_nearest("megatron", config, ["data_parallel_size=8"], result)
+GLOBAL, MICRO, DECREASE = "global_batch_size", "micro_batch_size", "decrease_batch_size_if_needed"
+LINEAR, SCHEDULE, GROUP = "rampup_batch_size", "step_batch_size_schedule", "microbatch_group_size_per_vp_stage"
+EVALUATED, STAGES8 = {**CONSTANT, "eval_global_batch_size": 24}, {**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}
+LISTED = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["loss"]]
+BOUNDARIES = [
+    ("batch_divisible", CONSTANT, {**CONSTANT, GLOBAL: 65}, "rejects"),
+    ("batch_divisible", {**CONSTANT, GLOBAL: 16}, {**CONSTANT, GLOBAL: 8}, "rejects"),
+    ("global_batch_positive", {**CONSTANT, PP: 8}, {**CONSTANT, GLOBAL: 0}, "rejects"),
+    ("decreased_to_nothing", {**CONSTANT, GLOBAL: 65, DECREASE: True}, {**CONSTANT, GLOBAL: 15, DECREASE: True}, "rejects"),
+    ("micro_batch_positive", CONSTANT, {**CONSTANT, MICRO: 0}, "rejects"),
+    ("micro_batch_positive", CONSTANT, {GLOBAL: 64}, "rejects"),
+    ("eval_batch_divisible", {**EVALUATED, "eval_micro_batch_size": 3}, EVALUATED, "rejects"),
+    ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: [16, 8]}, "rejects"),
+    ("ramp_is_a_triple", RAMP, {**RAMP, LINEAR: "16 8 many"}, "rejects"),
+    *[("ramp_numbers_positive", RAMP, {**RAMP, LINEAR: numbers}, "rejects")
+      for numbers in ([0, 8, 500], [16, 0, 500], [16, 8, -1])],
+    ("ramp_divides_by_zero", {**RAMP, LINEAR: [16, 8, 1]}, {**RAMP, LINEAR: [16, 8, 0]}, "accepts"),
+    ("ramp_divides_by_zero", RAMP, {**RAMP, LINEAR: [48, 8, 500]}, "accepts"),
+    ("ramp_grows", {**RAMP, "max_steps": 100}, {**RAMP, LINEAR: [56, 8, 500]}, "rejects"),
+    ("ramp_increment_divides", {**RAMP, LINEAR: [16, 16, 500]}, {**RAMP, LINEAR: [16, 24, 500]}, "rejects"),
+    ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [20, 4, 500]}, "accepts"),
+    ("ramp_phases_divisible", RAMP, {**RAMP, LINEAR: [16, 4, 500]}, "accepts"),
+    ("ramp_decreased_to_nothing", {**ROUNDED, LINEAR: [8, 4, 500]}, {**ROUNDED, LINEAR: [4, 4, 500]}, "accepts"),
+    ("ramp_counts_samples", {**RAMP, "train_samples": 100}, {**RAMP, "train_iters": 100}, "rejects"),
+    ("schedule_excludes_global_batch", STEPS, {**STEPS, GLOBAL: 32}, "rejects"),
+    ("schedule_excludes_decrease", STEPS, {**STEPS, DECREASE: True}, "rejects"),
+    ("schedule_starts_at_0", STEPS, {**STEPS, SCHEDULE: "1:8 100:16"}, "rejects"),
+    ("schedule_entries", {**STEPS, SCHEDULE: "0:8 1_000:16"}, {**STEPS, SCHEDULE: "0:8 1,000:16"}, "rejects"),
+    ("schedule_entries", STEPS, {**STEPS, SCHEDULE: "0:8 1G:16"}, "rejects"),
+    ("schedule_thresholds_increase", {**STEPS, SCHEDULE: "0:8 9:16 10:32"}, {**STEPS, SCHEDULE: "0:8 9:16 9:32"}, "rejects"),
+    ("schedule_thresholds_increase", STEPS, {**STEPS, SCHEDULE: "0:8 5:16 6:32", "seq_length": 4}, "rejects"),
+    ("schedule_sizes_positive", STEPS, {**STEPS, SCHEDULE: "0:8 100:0"}, "rejects"),
+    ("schedule_grows", STEPS, {**STEPS, SCHEDULE: "0:16 100:8"}, "accepts"),
+    ("schedule_phases_divisible", STEPS, {**STEPS, SCHEDULE: "0:8 100:20"}, "accepts"),
+    ("group_in_range", INTERLEAVED, {**INTERLEAVED, GLOBAL: 24}, "accepts"),
+    ("whole_groups", INTERLEAVED, {**INTERLEAVED, GLOBAL: 40}, "accepts"),
+    ("group_in_range whole_groups", INTERLEAVED, {**INTERLEAVED, GROUP: 3}, "accepts"),
+    ("whole_groups", {**INTERLEAVED, GLOBAL: 88, GROUP: 7}, {**INTERLEAVED, GLOBAL: 80, GROUP: 7}, "accepts"),
+    ("layers_over_stages", INTERLEAVED, {**INTERLEAVED, "num_layers": 18}, "rejects"),
+    ("layers_over_chunks", INTERLEAVED, {**INTERLEAVED, "num_layers": 20}, "rejects"),
+    ("chunks_need_stages", {**INTERLEAVED, PP: 2}, {**INTERLEAVED, PP: 1}, "rejects"),
+    ("chunks_need_stages", {**INTERLEAVED, PP: 2}, {**INTERLEAVED, PP: 2, "overlap_p2p_comm": False}, "rejects"),
+    ("chunks_positive", INTERLEAVED, {**INTERLEAVED, VP: 0}, "rejects"),
+    # Only an even split must divide, and a layout must fill the stages.
+    ("layers_over_stages", {**STAGES4, "num_layers": 15, EMBEDDING: True}, {**STAGES4, "num_layers": 15}, "rejects"),
+    ("layers_over_stages", {**STAGES4, "num_layers": 14, EMBEDDING: True, LOSS: True, PER_CHUNK: 2},
+     {**STAGES4, "num_layers": 14}, "rejects"),
+    ("layers_over_stages", {**STAGES4, "num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, {**STAGES4, "num_layers": 9},
+     "rejects"),
+    ("layout_fills_stages", {**STAGES4, "num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"},
+     {**STAGES4, "num_layers": 6, LAYOUT: "Ett|tt|ttL"}, "rejects"),
+    ("layout_fills_stages", {**STAGES4, LAYOUT: LISTED}, {**STAGES4, "num_layers": 8, LAYOUT: "(t|)*100000"}, "rejects"),
+    # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
+    ("group_in_range", STAGES8, {**STAGES8, GLOBAL: 16}, "accepts"),
+]  # fmt: skip
+test_rules_break_just_beyond_their_boundary = boundary_test("megatron", REPLICAS, BOUNDARIES, exact=True)
 
 
 def test_read_rejects_ambiguous_yaml():

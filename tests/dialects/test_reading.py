@@ -7,9 +7,9 @@ import pytest
 from helpers.dialect_files import expect, rules
 
 from rampup.config.yaml import read_text
-from rampup.dialects import check_command, check_file
+from rampup.dialects import SYSTEMS, check_command, check_file, load_dialect
 from rampup.dialects.known import load_known_keys
-from rampup.dialects.reading import Launch, Reading, entry, read_leaves, type_settings
+from rampup.dialects.reading import FACTS, Launch, Reading, entry, read_leaves, type_settings
 from rampup.errors import ConfigError
 
 ENTRIES = {
@@ -170,6 +170,15 @@ def test_tables_say_which_versions_have_a_key():
     assert verl.life("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params") is not None
     assert verl.life("data.n_samples") is None
     assert load_known_keys("skyrl").life("trainer.n_samples_per_prompt") is None
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_key_that_the_rules_read_is_one_of_the_system(system):
+    """Except for facts that users state. The defaults are of the key's own kind."""
+    launch = load_dialect(system).launch
+    for name, entry in launch.entries.items():
+        assert entry.key.read(name, entry.default) == entry.default
+        assert not launch.keys or load_known_keys(launch.keys).life(name) or name in {*FACTS, "verl_version"}, name
 
 
 def test_files_of_forks_are_questions_or_have_notes(tmp_path):

@@ -6,27 +6,20 @@ import pytest
 from helpers.dialect_files import boundary_test, checker, numbers_test, rules, verdict
 
 from rampup.dialects.reading import Settings
-from rampup.dialects.skyrl import KEYS, RULES, SkyRLJob
+from rampup.dialects.skyrl import CRITIC_MINI, DEVICES, KEYS, MICRO, MINI, RESPONSES, RULES, TRAIN, WORKERS, SkyRLJob
 from rampup.errors import ConfigError
 
-TRAIN = "trainer.train_batch_size"
-MINI = "trainer.policy_mini_batch_size"
-CRITIC_MINI = "trainer.critic_mini_batch_size"
-MICRO = "trainer.micro_train_batch_size_per_gpu"
-GPUS, REF_GPUS, CRITIC_GPUS = (f"trainer.placement.{model}_num_gpus_per_node" for model in ("policy", "ref", "critic"))
+GPUS, CRITIC_GPUS, REF_GPUS = (keys[0] for keys in DEVICES.values())
 SEQUENCE, REF_SEQUENCE, CRITIC_SEQUENCE = (f"trainer.{model}.sequence_parallel_size" for model in ("policy", "ref", "critic"))
 CONTEXT = "trainer.policy.megatron_config.context_parallel_size"
-RESPONSES = "generator.n_samples_per_prompt"
 REF_STAGES = "trainer.ref.megatron_config.pipeline_model_parallel_size"
 BASE = {TRAIN: 64, MINI: 16, CRITIC_MINI: 16, MICRO: 2, GPUS: 4, RESPONSES: 4}
 CRITIC = {"trainer.critic.model.path": "m", CRITIC_GPUS: 4}
 MEGATRON = {"trainer.strategy": "megatron", "trainer.policy.megatron_config.tensor_model_parallel_size": 2}
 MEGATRON4 = {**MEGATRON, REF_GPUS: 4}
 ASYNC = {"trainer.fully_async.enabled": True, MINI: 64}
-WORKERS, STALE = "trainer.fully_async.num_parallel_generation_workers", "trainer.fully_async.max_staleness_steps"
+STALE = "trainer.fully_async.max_staleness_steps"
 ENGINES = "generator.inference_engine.num_engines"
-
-
 skyrl = checker("skyrl", BASE)
 BOUNDARIES = [
     ("policy_mini_at_most_train", {MINI: 64}, {MINI: 65}, "rejects"),

@@ -1,31 +1,26 @@
-"""Tests of rampup.dialects.verl: its check, what only the run finds, and both trainers."""
+"""Tests of rampup.dialects.verl: its check, what only the run finds, its trainers and versions, and keys that none has."""
 
 import math
 
 import pytest
-from helpers.dialect_files import boundary_test, checker, numbers_test, rules
+from helpers.dialect_files import boundary_test, cases, checker, expect, nested, numbers_test, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects import check_command
+from rampup.dialects import check_command, check_file
+from rampup.dialects.verl import DYNAMICS, FILTER, GEN, MICROS, MINIS, OLD_MICROS, REFILL, RESPONSES, TRAIN, WORKERS
 from rampup.errors import ConfigError
 
 A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
-TRAIN, RESPONSES, GPUS = "data.train_batch_size", f"{R}n", "trainer.n_gpus_per_node"
-MINI, MICRO, OLD, DYNAMIC = (
-    f"{A}{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "use_dynamic_bsz")
-)
-LOG, OLD_LOG, LOG_DYNAMIC = (
-    f"{R}log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size", "use_dynamic_bsz")
-)
-REF_LOG, OLD_REF_LOG = f"{REF}log_prob_micro_batch_size_per_gpu", f"{REF}log_prob_micro_batch_size"
-C_MINI, C_MICRO, C_OLD = (
-    f"critic.{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
-)
+MINI, C_MINI = MINIS.values()
+MICRO, LOG, REF_LOG, C_MICRO = MICROS.values()
+OLD, OLD_LOG, OLD_REF_LOG, C_OLD = OLD_MICROS.values()
+DYNAMIC, LOG_DYNAMIC, *_ = DYNAMICS.values()
+GPUS = "trainer.n_gpus_per_node"
 STRATEGY, TP, CP = f"{A}strategy", f"{A}megatron.tensor_model_parallel_size", f"{A}megatron.context_parallel_size"
 SP, OLD_SP = f"{A}fsdp_config.ulysses_sequence_parallel_size", f"{A}ulysses_sequence_parallel_size"
 SYNC, MODE = "trainer.v1.separate_async.parameter_sync_step", "trainer.v1.trainer_mode"
-V0, GEN, WORKERS = {"trainer.use_v1": False}, "data.gen_batch_size", f"{R}agent.num_workers"
+V0 = {"trainer.use_v1": False}
 BASE = {TRAIN: 64, RESPONSES: 4, MINI: 16, MICRO: 4, LOG: 4, GPUS: 8, "algorithm.adv_estimator": "grpo"}
 CRITIC = {"algorithm.adv_estimator": "gae", C_MICRO: 4}
 KL = {f"{A}use_kl_loss": True, REF_LOG: 4}
@@ -33,7 +28,7 @@ BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
 MEGATRON = {STRATEGY: "megatron", TP: 2}
 C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
 REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
-PACKING = "actor_rollout_ref.model.use_remove_padding"
+PACKING, C_SHARD = "actor_rollout_ref.model.use_remove_padding", "critic.torchtitan.data_parallel_shard_size"
 DP, BY_MEGATRON, VEOMNI = ({"model_engine": engine} for engine in ("dp", "megatron", "veomni"))
 
 
@@ -103,7 +98,7 @@ test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDA
 
 
 @pytest.mark.parametrize("value", [0, -1])
-@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS])
+@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS, C_SHARD])
 def test_counts_must_be_positive(key, value):
     """Zero and less break one rule and cause no division by zero."""
     found = verl(CRITIC, {key: value})
@@ -113,7 +108,6 @@ def test_counts_must_be_positive(key, value):
 
 BUDGET_512, C_SP = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}, "critic.ulysses_sequence_parallel_size"
 SHORT, PARTS = "less than the longest sequence", {"mini_batches": 4, "padded_samples": 0}
-FILTER, REFILL = "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
 FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
 BY_STRATEGY = {"model_engine": "megatron", STRATEGY: "fsdp", TP: 2}
 ASYNC = {TRAIN: 0, GEN: 1, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}
@@ -172,16 +166,11 @@ NUMBERS = [
 test_numbers_and_notes = numbers_test(verl, NUMBERS)
 
 
-@given(
-    train=st.integers(1, 40),
-    mini=st.integers(1, 40),
-    critic=st.integers(1, 40),
-    responses=st.integers(1, 6),
-    replicas=st.integers(1, 9),
-)
+@given(sizes=st.tuples(*(st.integers(1, most) for most in (40, 40, 40, 6, 9))))
 @settings(max_examples=60)
-def test_newer_trainer_pads_to_full_mini_batches(train, mini, critic, responses, replicas):
+def test_newer_trainer_pads_to_full_mini_batches(sizes):
     """Samples are padded to the least multiple that suits replicas, actor and critic."""
+    train, mini, critic, responses, replicas = sizes
     change = {TRAIN: train, MINI: mini, C_MINI: critic, RESPONSES: responses, GPUS: replicas, **CRITIC, **BUDGET}
     found = verl(change)
     total = train * responses + found.derived["padded_samples"]
@@ -190,8 +179,7 @@ def test_newer_trainer_pads_to_full_mini_batches(train, mini, critic, responses,
     assert total - multiple < train * responses <= total
     assert found.derived["mini_batches"] == total // (mini * responses)
     assert found.derived["critic_mini_batches"] == total // (critic * responses)
-    fits = mini * responses % replicas == 0 and critic * responses % replicas == 0
-    assert found.ok == fits
+    assert found.ok == (mini * responses % replicas == 0 and critic * responses % replicas == 0)
 
 
 def test_passes_over_a_step_are_counted():
@@ -236,7 +224,7 @@ def test_commands_start_from_the_base_file_of_fsdp():
     ("program", "settings", "samples"),
     [
         ("recipe.dapo.main_dapo", [], 48 * 4),
-        ("recipe.dapo.main_dapo", ["algorithm.filter_groups.enable=True"], 16 * 4),
+        ("recipe.dapo.main_dapo", [f"{FILTER}=True"], 16 * 4),
         ("verl.experimental.fully_async_policy.fully_async_main", ["data.train_batch_size=0", f"{GEN}=1"], 8 * 4),
     ],
 )
@@ -266,3 +254,115 @@ def test_distillation_from_a_served_teacher_is_refused():
         verl({"actor_rollout_ref.teacher.server_ip": "127.0.0.1"})
     with pytest.raises(ConfigError, match="starts main_gkd, which the rules of veRL do not cover"):
         check_command(["python3", "-m", "main_gkd", "data.train_batch_size=64"], "verl")
+
+
+PPO = "python3 -m verl.trainer.main_ppo"
+PASS_SIZE = f"{R}log_prob_micro_batch_size_per_gpu=4"
+NEW = (
+    f"algorithm.adv_estimator=grpo data.train_batch_size=64 {R}n=4 {A}ppo_mini_batch_size=16 {A}ppo_micro_batch_size_per_gpu=4 "
+    f"{PASS_SIZE}"
+)
+EARLY = (
+    f"algorithm.adv_estimator=grpo data.train_batch_size=8 {R}n=16 {A}ppo_mini_batch_size=64 {A}ppo_micro_batch_size=16 "
+    f"{R}log_prob_micro_batch_size=160 actor_rollout_ref.ref.log_prob_micro_batch_size=160 trainer.n_gpus_per_node=4"
+)
+
+
+@pytest.mark.parametrize("case", cases("verl_versions"), ids=lambda case: case["version"])
+def test_verdict_equals_the_checks_and_workers_of_each_version(case):
+    """The answers are those of the validators and workers of 0.2 to 0.7, run on the same sizes."""
+    found = verdict("verl", nested(case["config"]), f"verl_version={case['version']}")
+    expect(found, **case["expect"])
+
+
+@pytest.mark.parametrize(
+    ("version", "settings", "wanted"),
+    [
+        # A mini batch of more than a step is one update of all samples until 0.2.
+        ("0.2", EARLY, {"ok": True, "optimizer_steps": 1, "mini_batch_samples": 128, "note": "more than there is"}),
+        # Nothing reads the sizes of the whole job since 0.8.
+        ("0.8", f"{EARLY} {A}ppo_mini_batch_size=8 {A}ppo_micro_batch_size=8", {"validator": "accepts", "run": "fails"}),
+        # Only the newer trainer pads; the older workers take what is left as a last, smaller mini batch.
+        ("0.9", f"{NEW} {A}ppo_mini_batch_size=48", {"run": "pads", "padded_samples": 128}),
+        ("0.4", f"{NEW} {A}ppo_mini_batch_size=48",
+         {"run": "runs", "optimizer_steps": 2, "note": "the last update of a step has 64 samples instead of 192"}),
+        # A pass of log-probabilities may be larger than what there is, until 0.7.
+        ("0.6.1", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"ok": True}),
+        ("head", NEW.replace(PASS_SIZE, PASS_SIZE.replace("=4", "=96")), {"rules": ["rollout_micro_divides_share"]}),
+    ],
+)  # fmt: skip
+def test_versions_differ_as_their_code_does(version, settings, wanted):
+    """Mini batches above a step, the whole job's sizes, padding, and passes that are larger than what there is."""
+    kept = {word.partition("=")[0]: word for word in f"{PPO} {settings}".split()}
+    expect(check_command([*kept.values()], "verl", [f"verl_version={version}"]), **wanted)
+
+
+def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
+    """In this order; the report names the version and why, and other possible versions that decide otherwise."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    script = tmp_path / "a" / "b" / "run.sh"
+
+    def check(text, *settings):
+        script.write_text(text)
+        return check_file(script, "verl", settings)
+
+    assert check(f"{PPO} {NEW}").version == "veRL of August 2026 (1dda039)"
+    found = check(f"{PPO} {EARLY}")  # its sizes of the whole job are read until 0.7
+    assert found.version == "veRL 0.7"
+    expect(found, note=["later versions do not read", "0.2: 128 samples, 1 update of 128", "verl_version=... chooses one"])
+    expect(
+        check(f"{PPO} {NEW} +trainer.balance_batch=True"),
+        note="the rules are those of veRL 0.2: +trainer.balance_batch does not fit",
+    )
+    (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4.1\n")
+    expect(check(f"{PPO} {NEW}"), note="the rules are those of veRL 0.4: ")
+    (tmp_path / "verl" / "version").mkdir(parents=True)
+    (tmp_path / "verl" / "version" / "version").write_text("0.0.2\n")
+    found = check(f"{PPO} {EARLY}")
+    assert (found.version, found.ok) == ("veRL 0.2", True)
+    expect(found, note="verl/version/version says 0.0.2")
+    assert check(f"{PPO} {EARLY}", "verl_version=0.3.0.post1").version == "veRL 0.3"
+    with pytest.raises(ConfigError, match=r"verl_version=1\.5 must be one of 0\.1, "):
+        check(f"{PPO} {EARLY}", "verl_version=1.5")
+
+
+def test_program_starts_from_the_base_file_beside_it(tmp_path):
+    """A vendored base file gives the defaults and the keys that Hydra finds, also those of its groups."""
+    folder = tmp_path / "verl" / "trainer" / "config"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "ppo_trainer.yaml").write_text(
+        "defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n  - _self_\n"
+        "data: {train_batch_size: 64, own_key: 1}\nalgorithm: {adv_estimator: grpo}\ncritic: {enable: false}\n"
+        "actor_rollout_ref: {rollout: {n: 4, log_prob_micro_batch_size_per_gpu: 4}}\n"
+    )
+    (folder / "actor" / "dp_actor.yaml").write_text("defaults: [actor, _self_]\nppo_micro_batch_size_per_gpu: 4\n")
+    (folder / "actor" / "actor.yaml").write_text("ppo_mini_batch_size: 32\nppo_micro_batch_size_per_gpu: 8\n")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PPO} data.own_key=2\n")
+    expect(check_file(script, "verl"), ok=True, samples_per_step=256, mini_batches=2, accumulation_steps=4)
+
+
+def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
+    """One that looks like a size, and another trainer, are questions; Hydra refuses any other key without `+`."""
+    command = f"{PPO} {NEW} data.n_samples=8".split()
+    with pytest.raises(
+        ConfigError, match=r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add data\.n_samples=null"
+    ):
+        check_command(command)
+    assert check_command(command, "verl", ["data.n_samples=null", "data.train_batch_size=512"]).derived["optimizer_steps"] == 32
+    for key in (f"{R}n_agent", f"{R}n_trajectories", "env.rollout.n", "+agent_grpo.n"):
+        with pytest.raises(ConfigError, match="unknown, a fork: "):
+            check_command([*command[:-1], f"{key}=8"], "verl")
+    script = tmp_path / "run.sh"
+    script.write_text(f"{PPO} {NEW} \\\n  data.my_own=2 +data.mine=3\n")
+    found = check_file(script, "verl")
+    assert (rules(found), found.validator) == (["known_keys"], "rejects")
+    assert "data.my_own (line 1) must be written with `+`" in found.violations[0].message
+    script.write_text(f"{PPO} {NEW} data.my_own=2 trainer.its_own=1\n")
+    expect(check_file(script, "verl", ["data.my_own=2"]), ok=True, note="a fork: trainer.its_own are taken as keys of its own")
+    fork = " ".join(["python3 -m verl.agent_trainer.main_ppo", NEW]).split()
+    with pytest.raises(
+        ConfigError, match=r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which: verl_version=0\.9"
+    ):
+        check_command(fork)
+    expect(check_command(fork, "verl", ["verl_version=0.4"]), ok=True, note="a trainer of a fork")
