@@ -660,16 +660,14 @@ RULES: list[Rule[MaxTextJob]] = [
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
         candidates=partial(_sizes_near, END)),
     Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
-        holds=lambda job: job.increment_divides,
-        message=lambda job: (
+        holds=lambda job: job.increment_divides, message=lambda job: (
             f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
             f"{INCREMENT}={show(job[INCREMENT])}"
             + (
                 f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
                 if (job[END] - job[START]) % job[INCREMENT] == 0
                 else ""
-            )),
-        candidates=_increments_near),
+            )), candidates=_increments_near),
     Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
         holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
         message=lambda job: f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
@@ -680,8 +678,7 @@ RULES: list[Rule[MaxTextJob]] = [
         message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
     # The pipeline.
     Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
-        when=lambda job: job.is_piped,
-        holds=lambda job: (
+        when=lambda job: job.is_piped, holds=lambda job: (
             min(job.layer_product, job.layers) >= 1
             and (job.layers == job.layer_product or (job[REPEATS] == AUTO and job.layers % job.layer_product == 0))),
         message=lambda job: (
@@ -707,27 +704,23 @@ RULES: list[Rule[MaxTextJob]] = [
         Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
             message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
             candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
-        Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
-            message=lambda job: (
+        Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1, message=lambda job: (
                 f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
             candidates=partial(_sizes_near, END)),
         Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
-            holds=lambda job: job.global_size(START) >= 1,
-            message=lambda job: (
+            holds=lambda job: job.global_size(START) >= 1, message=lambda job: (
                 f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
             candidates=partial(_sizes_near, START)),
         Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
             when=lambda job: job.ramps and job.grows and job.increment_divides,
             holds=lambda job: job.global_size(INCREMENT) >= 1,
             message=lambda job: f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least "
-                "1: MaxText divides by zero, hangs, or keeps the first batch indefinitely",
-            candidates=_increments_near),
+                "1: MaxText divides by zero, hangs, or keeps the first batch indefinitely", candidates=_increments_near),
         _over_mesh("rows_over_mesh", END),
         _over_mesh("first_rows_over_mesh", START),
         _over_mesh("increment_over_mesh", INCREMENT),
         Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
-            when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2,
-            holds=lambda job: (
+            when=lambda job: job.builds_ramp and job[ACCUMULATION] >= 2, holds=lambda job: (
                 not any(job.global_size(key) % job[ACCUMULATION] for key in job.divided_keys) or not job.ramp_phases),
             message=lambda job: f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that "
                 f"many parts: {product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it",

@@ -254,8 +254,7 @@ RULES: list[Rule[MaxTextRlJob]] = [
         message=lambda job: f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of "
             f"{BATCH}={job.batch:,} (prompts); the data set is empty after its last, short batch is dropped",
         division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1)),
-    Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid,
-        message=lambda job: (
+    Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid, message=lambda job: (
             f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"),
         candidates=lambda job: (1, AUTO)),
     Rule(name="maxtext_rl.rollout_devices", keys=ROLLOUT_AXES,
@@ -277,7 +276,6 @@ RULES: list[Rule[MaxTextRlJob]] = [
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
         message=lambda job: f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
-            f"{job.sampler_devices} to generate; each needs at least 1",
-        candidates=lambda job: (0.5, 1.0), found_by="run"),
+            f"{job.sampler_devices} to generate; each needs at least 1", candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
 DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

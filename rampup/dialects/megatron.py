@@ -774,19 +774,15 @@ RULES: list[Rule[MegatronJob]] = [
         lambda job: Term(
             f"tensor * pipeline * context parallel sizes = {' * '.join(str(job[axis]) for axis in MODEL_AXES)} = "
             f"{job.model_parallel}",
-            job.model_parallel),
-        when=lambda job: job.world is not None),
+            job.model_parallel), when=lambda job: job.world is not None),
     multiple("megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit,
         when=lambda job: not job.has_ramp and not job[DECREASE]),
     at_least("megatron.decreased_to_nothing", (GLOBAL, MICRO), _FINAL, _unit,
-        when=lambda job: not job.has_ramp and job[DECREASE] and job.unit >= 1 and job.final >= 1,
-        note=_ROUNDS_TO_0),
-    multiple("megatron.eval_batch_divisible", (EVAL_GLOBAL, EVAL_MICRO), EVAL_GLOBAL,
-        lambda job: Term(
-            f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
-            f"{job.eval_unit}",
-            job.eval_unit),
-        when=lambda job: job[EVAL_GLOBAL] is not None),
+        when=lambda job: not job.has_ramp and job[DECREASE] and job.unit >= 1 and job.final >= 1, note=_ROUNDS_TO_0),
+    multiple("megatron.eval_batch_divisible", (EVAL_GLOBAL, EVAL_MICRO), EVAL_GLOBAL, lambda job: Term(
+        f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
+        f"{job.eval_unit}",
+        job.eval_unit), when=lambda job: job[EVAL_GLOBAL] is not None),
     # The linear ramp: start, increment and samples.
     Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
         holds=lambda job: len(job.triple or ()) == 3,
@@ -798,11 +794,9 @@ RULES: list[Rule[MegatronJob]] = [
     at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: job.start),
         when=lambda job: job.ordered,
         candidates=lambda job: [int(n) for n in around(job.final, job.increment, origin=job.start) if n >= 1]),
-    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP),
-        lambda job: Term(
-            f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
-        ("the ramp's increment {:,}", lambda job: job.increment),
-        when=lambda job: job.ordered and job.final >= job.start),
+    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP), lambda job: Term(
+        f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
+        ("the ramp's increment {:,}", lambda job: job.increment), when=lambda job: job.ordered and job.final >= job.start),
     Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
         message=lambda job: "a linear ramp needs a run counted in samples; give train_samples instead of "
@@ -810,14 +804,12 @@ RULES: list[Rule[MegatronJob]] = [
     Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=lambda job: job.ordered,
         holds=lambda job: job.final != job.start and job.ramp_samples > 0,
         message=lambda job: f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by "
-            "zero; leave it out",
-        candidates=_triples, found_by="run"),
+            "zero; leave it out", candidates=_triples, found_by="run"),
     at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
         when=lambda job: job.ordered and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
         found_by="run"),
     Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
-        holds=lambda job: job.splits,
-        message=lambda job: next(
+        holds=lambda job: job.splits, message=lambda job: next(
             f"the batch of {phase.global_batch_size:,} from step {phase.start_step:,} (sample {phase.start_sample:,}) must be "
             f"a multiple of {_unit(job).text}; Megatron checks each batch only when its step comes"
             for phase in (job.ramp.phases if job.ramp else ()) if phase.global_batch_size % job.unit),
@@ -849,8 +841,7 @@ RULES: list[Rule[MegatronJob]] = [
     Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
         holds=lambda job: not job.shrinking,
         message=lambda job: f"{SCHEDULE}: the batch shrinks from {job.shrinking[0][0].size:,} to {job.shrinking[0][1].size:,} "
-            f"at {job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there",
-        found_by="run"),
+            f"at {job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there", found_by="run"),
     Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
         when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
         message=lambda job: f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
@@ -863,9 +854,8 @@ RULES: list[Rule[MegatronJob]] = [
         note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
     multiple("megatron.layers_over_stages", (LAYERS, STAGES), LAYERS, STAGES,
         when=lambda job: job.num_layers is not None and not job.uneven),
-    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK),
-        lambda job: Term(
-            f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {job.stage_layers} layers", job.stage_layers or 0),
+    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK), lambda job: Term(
+        f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {job.stage_layers} layers", job.stage_layers or 0),
         lambda job: Term(f"{job.chunk_key}={job[job.chunk_key]}", max(job[job.chunk_key], 1)),
         when=lambda job: job.stage_layers is not None and bool(job.chunk_key)),
     multiple("megatron.layout_fills_stages", (STAGES, LAYOUT),

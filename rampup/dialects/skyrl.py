@@ -271,8 +271,7 @@ def _shares_devices(key: str) -> Rule[SkyRLJob]:
     """Return the rule that a policy and a reference on the same devices have equally many nodes, and devices per node."""
     own = key.replace("policy_", "ref_")
     return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, COLOCATE_REF), own, key,
-        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF],
-        note=f" with {COLOCATE_REF}")  # fmt: skip
+        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF], note=f" with {COLOCATE_REF}")  # fmt: skip
 
 
 RULES: list[Rule[SkyRLJob]] = [
@@ -281,8 +280,7 @@ RULES: list[Rule[SkyRLJob]] = [
         candidates=lambda job: ["fsdp"]),
     Rule(name="skyrl.known_keys", keys=(TRAIN,), holds=lambda job: not job.unknown_keys,
         message=lambda job: f"{', '.join(job.unknown_keys[:4])} must be left out: SkyRL refuses them as invalid fields. For "
-            "a fork with keys of its own, give one of them on rampup's command line as well",
-        candidates=lambda job: None),
+            "a fork with keys of its own, give one of them on rampup's command line as well", candidates=lambda job: None),
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
     *positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref, found_by="run"),
@@ -298,13 +296,10 @@ RULES: list[Rule[SkyRLJob]] = [
             note=lambda job: f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
                 f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
                 f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-                "number is not the requested one. SkyRL's own check does not notice it",
-            found_by="run"),
-        equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
-            lambda job: Term(
-                f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-                job.engine_devices or 0),
-            _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
+                "number is not the requested one. SkyRL's own check does not notice it", found_by="run"),
+        equal("skyrl.engines_fill_the_devices", ENGINE_KEYS, lambda job: Term(
+            f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
+            job.engine_devices or 0), _devices("policy"), when=lambda job: job[COLOCATE] and job.engine_devices is not None,
             note=" with trainer.placement.colocate_all"),
         at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
             ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,

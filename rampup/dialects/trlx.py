@@ -242,12 +242,10 @@ RULES: list[Rule[TrlxJob]] = [
     *apply_if(usable, [
         multiple("trlx.micro_divides_batch", (MICRO, TRAIN), (f"{TRAIN}={{:,}}", lambda job: job.batch),
             (f"{MICRO}={{:,}}", lambda job: job.micro)),
-        Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
-            holds=lambda job: (
+        Rule(name="trlx.total_steps_reached", keys=("train.total_steps",), holds=lambda job: (
                 job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
             message=lambda job: f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step "
-                "already exceeds it, and trlX stops in the middle of that step",
-            found_by="run"),
+                "already exceeds it, and trlX stops in the middle of that step", found_by="run"),
         at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
     ]),
 ]  # fmt: skip

@@ -351,7 +351,7 @@ COUNTS = (
     *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
     *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
     *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
-    *(f"{role}.torchtitan.{name}" for role in (ACTOR, REF) for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
+    *(f"{ACTOR}.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
     *(OLD_SEQUENCE["ref"], SEQUENCE["ref"], f"{REF}.veomni.ulysses_parallel_size"),
     *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
@@ -361,7 +361,6 @@ CRITIC_COUNTS = (
     *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
     *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
     *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
-    *(f"critic.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
 )
 
 
@@ -717,22 +716,21 @@ def _model_size(model: str) -> Side[VerlJob]:
     return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
 
 
-def _has_a_replica(model: str) -> Rule[VerlJob]:
-    """Return the rule that a model has a replica; another one reports that Megatron's sizes do not divide the devices."""
-    return at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
-        (f"{model}: the {{:,}} devices", lambda job: job.devices),
-        ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-        when=lambda job: (
-            model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
-        note=": there is no replica", found_by="run")  # fmt: skip
+def _model_starts(model: str) -> Rules:
+    """Return the rules that a model has a replica, and Megatron full ones; the check tests only an actor that it reads so."""
 
+    def is_megatron(job: VerlJob) -> bool:
+        return job.strategies[model] == "megatron"
 
-def _megatron_starts(model: str) -> Rule[VerlJob]:
-    """Return the rule that Megatron starts on full replicas; the check tests it only for an actor that it reads as Megatron."""
-    return multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
-        when=lambda job: (
-            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not job.checks_megatron)),
-        found_by="run")  # fmt: skip
+    return apply_if(lambda job: model in job.models, [
+        at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
+            (f"{model}: the {{:,}} devices", lambda job: job.devices),
+            ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
+            when=lambda job: not is_megatron(job) or job.devices % max(job.model_sizes[model], 1) == 0,
+            note=": there is no replica", found_by="run"),
+        multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
+            when=lambda job: is_megatron(job) and (model != "actor" or not job.checks_megatron), found_by="run"),
+    ])  # fmt: skip
 
 
 def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
@@ -751,12 +749,10 @@ def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
             # The largest divisor up to 8 is a good start.
             candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
         Rule(name=f"verl.{kind}_micro_given_once", keys=(old, new),
-            holds=lambda job: job[old] is None or new_value(job) is None,
-            message=lambda job: (
+            holds=lambda job: job[old] is None or new_value(job) is None, message=lambda job: (
                 f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; "
                 + ("the second is the first by default, so the first can never be used" if follows(job)
-                   else "the first is deprecated")),
-            candidates=lambda job: [None]),
+                   else "the first is deprecated")), candidates=lambda job: [None]),
     ])  # fmt: skip
 
 
@@ -830,8 +826,7 @@ _CHECK += [
     _strategy_fits("actor", checked=True),
     Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
         message=lambda job: f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={job['model_engine']}, "
-            "whose configuration has no such keys",
-        candidates=lambda job: list(ENGINES)),
+            "whose configuration has no such keys", candidates=lambda job: list(ENGINES)),
     *apply_if(lambda job: job.era >= 2, [
         *_one_of_two("actor", lambda job: job.policy.share),
         Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
@@ -845,8 +840,7 @@ _CHECK += [
     ]),
     Rule(name="verl.known_keys", keys=("data.train_batch_size",), holds=lambda job: not job.unknown_keys(),
         message=lambda job: f"{_listed(job.unknown_keys())} must be written with `+`, or left out: no base file of veRL "
-            f"{job[WORD]} has it. A fork with keys of its own: give one on rampup's command line",
-        candidates=lambda job: None),
+            f"{job[WORD]} has it. A fork with keys of its own: give one on rampup's command line", candidates=lambda job: None),
 ]  # fmt: skip
 
 
@@ -859,8 +853,7 @@ def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
     old, new = OLD_MICROS[kind], MICROS[kind]
     return Rule(name=f"verl.{kind}_micro_per_gpu_needed", keys=(new, old),
-        when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None,
-        message=lambda job: (
+        when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None, message=lambda job: (
             f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
         division=lambda job: (job.policy.share, 1))  # fmt: skip
 
@@ -904,18 +897,11 @@ def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
             and (kind in MINIS or not job.dynamic[kind])))  # fmt: skip
 
 
-def _mini_reaches_replicas(name: str) -> Rule[VerlJob]:
-    """Return the rule that each replica has a sample of a mini batch, which the older workers round down."""
-    return at_least(f"verl.{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES),
-        ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name]), 1,
-        when=lambda job: job.old_workers and name in job.models)  # fmt: skip
+def _old_worker(name: str) -> Rules:
+    """Return what the older workers ask of a mini batch, which they round down, and of a pass: to divide it, or to fit."""
 
-
-def _old_passes_fit(name: str) -> Rules:
-    """Return what the older workers ask of the samples of a pass: to divide a mini batch, or in 0.2 and 0.3 to fit into it."""
-
-    def size(job: VerlJob) -> int:
-        return job.pass_size(name) or 0
+    def size(job: VerlJob) -> int:  # 0 also if there is no mini batch
+        return (job.pass_size(name) or 0) if job.mini_shares[name] > 0 else 0
 
     def divides(job: VerlJob) -> bool:
         return job.era not in (2, 3) or job[OLD_MICROS[name]] is not None
@@ -923,7 +909,8 @@ def _old_passes_fit(name: str) -> Rules:
     share: Side[VerlJob] = ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name])
     micro: Side[VerlJob] = ("the {:,} of a pass", size)
     keys = (MICROS[name], OLD_MICROS[name], MINIS[name])
-    return apply_if(lambda job: job.old_workers and name in job.models and job.mini_shares[name] > 0, [
+    return apply_if(lambda job: job.old_workers and name in job.models, [
+        at_least(f"verl.{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES), share, 1),
         multiple(f"verl.{name}_pass_divides_mini", keys, share, micro, when=lambda job: size(job) > 0 and divides(job),
             note=", also with a token budget"),
         at_least(f"verl.{name}_pass_fits_mini", keys, share, micro,
@@ -931,15 +918,14 @@ def _old_passes_fit(name: str) -> Rules:
             note=": the loss is divided by the passes of a full mini batch, which would be 0"),
         multiple(f"verl.{name}_minis_fill_share", (TRAIN, MINIS[name]),
             ("each replica's {:,} samples of a step", lambda job: job.step_share(name)), share,
-            when=lambda job: job.era == 1 or job.strategies[name] == "megatron"),
+            when=lambda job: job.mini_shares[name] > 0 and (job.era == 1 or job.strategies[name] == "megatron")),
     ])  # fmt: skip
 
 
 # What only the run finds.
 _RUN: Rules = [
-    *map(_mini_reaches_replicas, MINIS),
     *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
-    *_old_passes_fit("actor"), *_old_passes_fit("critic"),
+    *_old_worker("actor"), *_old_worker("critic"),
     _strategy_fits("actor", checked=False),
     _strategy_fits("critic", checked=False),
     *apply_if(lambda job: not job.old_workers, [
@@ -953,17 +939,14 @@ _RUN: Rules = [
         _per_gpu_needed("ref", lambda job: "ref" in job.models and not job.dynamic["ref"]),
         *_mini_divides("actor"), *_mini_divides("critic"),
     ]),
-    multiple("verl.micro_divides_mini", (MICRO, MINI),
-        lambda job: Term(
-            f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} // {job.policy.replicas:,} = "
-            f"{job.policy.share:,} samples",
-            job.policy.share),
-        MICRO, when=lambda job: job.micro is not None and not job.old_workers),
+    multiple("verl.micro_divides_mini", (MICRO, MINI), lambda job: Term(
+        f"{MINI} * {RESPONSES} // replicas = {job.policy.mini_samples:,} // {job.policy.replicas:,} = "
+        f"{job.policy.share:,} samples",
+        job.policy.share), MICRO, when=lambda job: job.micro is not None and not job.old_workers),
     _log_prob("rollout"), _log_prob("ref"),
     *map(_equal_chunks, ("actor", "critic", "ref")),
-    multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS),
-        lambda job: Term(
-            f"{'with trainer.use_v1=false ' if job.era >= 9 else ''}the {job.samples:,} samples of a step", job.samples),
+    multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS), lambda job: Term(
+        f"{'with trainer.use_v1=false ' if job.era >= 9 else ''}the {job.samples:,} samples of a step", job.samples),
         WORKERS, when=lambda job: job.has_agents),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
     equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
@@ -971,8 +954,7 @@ _RUN: Rules = [
         when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
     multiple("verl.loader_divides_train", (GEN, TRAIN), TRAIN, GEN,
         when=lambda job: job.v1 and not job.fetches_one and job[GEN] is not None),
-    multiple("verl.engines_divide_devices", ROLLOUT_SIZES,
-        ("the {:,} devices that generate", lambda job: job.rollout_devices),
+    multiple("verl.engines_divide_devices", ROLLOUT_SIZES, ("the {:,} devices that generate", lambda job: job.rollout_devices),
         ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
         when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES))),
     multiple("verl.fsdp_size_divides_devices", (FSDP_SIZE,), _DEVICES, FSDP_SIZE,
@@ -998,12 +980,14 @@ POSITIVE: Rules = [
       for rule in positive("verl", [key], _EMPTY, found_by="validator" if key.startswith("trainer.n") else "run")],
     *positive("verl", STATIC_COUNTS, "the run divides by it", when=lambda job: job.is_static("actor"), found_by="run"),
     *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
+    *[rule for role in ("critic", REF) for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)
+      for rule in positive("verl", [f"{role}.torchtitan.{name}"], _EMPTY, found_by="run",
+          when=lambda job: "torchtitan" in job.strategies.values())],
 ]  # fmt: skip
 RULES: Rules = [
     *POSITIVE,
     *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
-    *map(_has_a_replica, PREFIXES),
-    *map(_megatron_starts, PREFIXES),
+    *[rule for model in PREFIXES for rule in _model_starts(model)],
     *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
 ]  # fmt: skip
 DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

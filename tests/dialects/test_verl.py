@@ -28,7 +28,7 @@ BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
 MEGATRON = {STRATEGY: "megatron", TP: 2}
 C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
 REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
-PACKING, C_SHARD = "actor_rollout_ref.model.use_remove_padding", "critic.torchtitan.data_parallel_shard_size"
+PACKING = "actor_rollout_ref.model.use_remove_padding"
 DP, BY_MEGATRON, VEOMNI = ({"model_engine": engine} for engine in ("dp", "megatron", "veomni"))
 
 
@@ -98,7 +98,7 @@ test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDA
 
 
 @pytest.mark.parametrize("value", [0, -1])
-@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS, C_SHARD])
+@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS])
 def test_counts_must_be_positive(key, value):
     """Zero and less break one rule and cause no division by zero."""
     found = verl(CRITIC, {key: value})
@@ -206,6 +206,8 @@ def test_model_engine_chooses_the_backend(engine, replicas):
     assert found.derived["accumulation_steps"] == 64 // replicas // 4
     fills = "torchtitan_fills_devices" in rules(verl(ENGINE[engine], {"model_engine": engine, GPUS: 16}))
     assert fills == (engine == "torchtitan")
+    empty = "critic.torchtitan.data_parallel_shard_size"
+    assert (f"positive.{empty}" in rules(verl(CRITIC, {"model_engine": engine, empty: 0}))) == (engine == "torchtitan")
     critic = verl(ENGINE[engine], CRITIC, {"model_engine": engine, GPUS: 6})
     assert critic.ok == (engine == "dp" and 64 % 6 == 0)
 
