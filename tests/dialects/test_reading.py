@@ -176,8 +176,8 @@ def test_tables_say_which_versions_have_a_key():
 def test_every_key_that_the_rules_read_is_one_of_the_system(system):
     """Except for facts that users state. The defaults are of the key's own kind."""
     launch = load_dialect(system).launch
-    for name, entry in launch.entries.items():
-        assert entry.key.read(name, entry.default) == entry.default
+    for name, found in launch.entries.items():
+        assert found.key.read(name, found.default) == found.default
         assert not launch.keys or load_known_keys(launch.keys).life(name) or name in {*FACTS, "verl_version"}, name
 
 
