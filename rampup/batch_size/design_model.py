@@ -1,10 +1,15 @@
-"""A model of the hours and the loss of a batch size schedule, and the best schedules under it. It reads no files.
+"""Two models of the hours and the loss of a batch size schedule, and the best schedules under them. They read no files.
 
-The model is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162): a sample in a
+`DesignModel` is that of McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162): a sample in a
 batch B does 1 / (1 + B/N) of the work of a sample in a very small batch, where N is the gradient noise scale. *Progress* is the
 number of samples that a run with a very small batch would need. N is a function of progress, measured on a run. With t(B)
 seconds per step, a unit of progress takes t(B) * (1/B + 1/N) seconds; AdaptDL and Pollux call its inverse goodput (Qiao et al.
 2021, arXiv 2008.12260). The batch that minimizes it at every point of the run makes the fastest schedule to any loss.
+
+It has no memory: what the noise of a step costs is lost for good. While the learning rate is constant, that is not what is
+seen. Loss curves of different batches cross (Zhou et al. 2026, arXiv 2601.05034), and soon after a switch to a large batch the
+loss is that of a run that always had it, because noise is forgotten (Wang et al. 2026, arXiv 2602.14208, whose functional
+scaling law is that of Li et al. 2025, arXiv 2509.19189). `ForgettingModel` is for such a rate.
 """
 
 from __future__ import annotations
@@ -26,14 +31,13 @@ PUBLISHED_GROWTH = 0.47
 DATA_EXPONENTS = (0.28, 0.37)
 # Parts of a schedule in which progress is integrated.
 PARTS = 1024
-# Beginnings of a schedule that are followed for each batch.
-BEGINNINGS = 30
-# Share of the samples that the frugal ramp may waste, compared with the smallest batch.
-FRUGAL_WASTE = 0.05
+# Parts of a schedule in which the noise that is forgotten is integrated.
+FORGETTING_PARTS = 1000
+# A schedule that has not reached a loss after this many lengths of the run is taken never to reach it.
+MOST_LENGTHS = 3
 
+# Thresholds in samples with the batch from there on, the first at 0.
 Schedule = tuple[tuple[int, int], ...]
-# The seconds and samples of the first part of a schedule, and its batches, each after the samples before it.
-Beginning = tuple[float, float, tuple[tuple[float, int], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +87,14 @@ class NoisePoint(NamedTuple):
         """Return the measurement with its noise scale and both ends times a factor."""
         return self._replace(noise=self.noise * factor, low=self.low * factor, high=self.high * factor)
 
+    def widened(self, low: float, high: float) -> Self:
+        """Return the measurement with an interval that contains another one too; a bound stays as it is."""
+        return self if self.is_bound else self._replace(low=min(self.low, low), high=max(self.high, high))
+
 
 def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
-    """Return the noise scale over the progress, and the lower and the upper end of its interval.
-
-    A measurement that is only a bound is no point of the curve. There, the curve has the other measurements, held to the bound;
-    it has the bounds themselves if there are no others. At least one measurement is needed, in order of samples.
-
-    The growth after the last one is that of the second half of the measurements, with its interval, at most `PUBLISHED_GROWTH`.
-    If there are at most two it is not known: `PUBLISHED_GROWTH`, or the `growth` given, with an interval from 0 on.
-
-    Example:
-        >>> found = noise_curves([NoisePoint(100, 8, 90.0, 90.0, math.inf), NoisePoint(400, 8, 200.0, 150.0, 300.0)])
-        >>> [[round(noise) for _, noise in curve.knots] for curve in found[:2]], found[2].at(1.0)
-        ([[200, 200], [90, 150]], inf)
-    """
+    """Return the noise scale over the progress, and the lower and the upper end of its interval, from points in order."""
+    # Where a measurement is only a bound, the curve has the others, held to it; the bounds themselves if there are no others.
     exact = [point for point in points if not point.is_bound]
     known = NoiseCurve(knots=tuple((point.samples, point.noise) for point in exact), growth=0.0)
     values = [point.noise for point in points]
@@ -115,6 +112,7 @@ def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> t
             before = point.samples
             found.append((max(progress, 1.0), noise))
         knots.append(tuple(found))
+    # After the last of at most two, the growth is not known, and its interval begins at 0.
     assumed = PUBLISHED_GROWTH if growth is None else growth
     growths = [assumed, 0.0, max(assumed, PUBLISHED_GROWTH)]
     if len(exact) > 2 and growth is None:
@@ -142,13 +140,7 @@ class StepTimes:
 
     @classmethod
     def fit(cls, seconds: dict[int, float]) -> Self:
-        """Return the times of measured steps, by their batch. With a single one, time is in proportion to the batch.
-
-        Example:
-            >>> times = StepTimes.fit({8: 1.0, 16: 1.5, 32: 2.5})
-            >>> times.at(24), times.at(64), times.at(4)
-            (2.0, 4.5, 0.75)
-        """
+        """Return the times of measured steps, by their batch. With a single one, time is in proportion to the batch."""
         points = tuple(sorted(seconds.items()))
         if not points or points[0][0] < 1 or min(time for _, time in points) <= 0:
             raise DataError("there are no step times to design with; they must be positive", key="measured")
@@ -157,15 +149,7 @@ class StepTimes:
         return cls(measured=points, slope=slope)
 
     def bounds(self) -> tuple[Self, Self]:
-        """Return the least and the most that batches take that were not timed.
-
-        A larger batch is no faster than a smaller one, and its samples no slower.
-
-        Example:
-            >>> least, most = StepTimes.fit({8: 1.0, 16: 1.5}).bounds()
-            >>> (least.at(4), most.at(4)), (least.at(32), most.at(32))
-            ((0.5, 1.0), (1.5, 3.0))
-        """
+        """Return the least and the most that untimed batches take: no less than smaller ones, and no more per sample."""
         return replace(self, others="least"), replace(self, others="most")
 
     def total(self, schedule: Schedule, samples: float) -> float:
@@ -200,14 +184,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesignModel:
-    """The model: noise scale over progress, and seconds by batch.
-
-    Example:
-        >>> model = DesignModel(noise=NoiseCurve(knots=((1.0, 64.0),), growth=0.0), times=StepTimes.fit({8: 1.0, 16: 1.2}))
-        >>> outcome = model.run(((0, 64),), samples=6400)
-        >>> outcome.steps, round(outcome.progress)  # at a batch of the noise scale, half of every sample is wasted
-        (100, 3200)
-    """
+    """The model: noise scale over progress, and seconds by batch."""
 
     noise: NoiseCurve
     times: StepTimes
@@ -218,10 +195,7 @@ class DesignModel:
         return replace(self, noise=replace(self.noise, knots=knots))
 
     def run(self, schedule: Schedule, *, samples: int | None = None, progress: float | None = None) -> Outcome:
-        """Return the outcome of a schedule after a number of samples, or if that is None at a progress.
-
-        A schedule has pairs of a threshold in samples and a global batch size, the first at 0.
-        """
+        """Return the outcome of a schedule after a number of samples, or if that is None at a progress."""
         done, reached = 0.0, 0.0
         total: float = math.inf if samples is None else samples
         starts = [(min(float(start), total), batch) for start, batch in schedule]
@@ -246,21 +220,18 @@ class DesignModel:
         return self._outcome(schedule, total, reached)
 
     def _outcome(self, schedule: Schedule, samples: float, progress: float) -> Outcome:
-        steps = sum(part / batch for batch, part in _parts_of(schedule, samples))
-        seconds = self.times.total(schedule, samples)
-        return Outcome(steps=math.ceil(steps), seconds=seconds, samples=math.ceil(samples), progress=progress)
+        steps = math.ceil(sum(part / batch for batch, part in _parts_of(schedule, samples)))
+        return Outcome(steps, self.times.total(schedule, samples), math.ceil(samples), progress)
 
     def best_schedule(self, sizes: Sequence[int], *, progress: float) -> Schedule:
-        """Return the schedule of ascending sizes that reaches a progress in the least time, of all that do not shrink.
-
-        Example:
-            >>> model = DesignModel(noise=NoiseCurve(knots=((1.0, 1.0), (1e4, 1e4)), growth=1.0),
-            ...     times=StepTimes.fit({1: 1.0, 1000: 10.0}))
-            >>> schedule = model.best_schedule([8, 64, 512], progress=1e4)
-            >>> [size for _, size in schedule]
-            [8, 64, 512]
-        """
-        parts = self._parts(progress, PARTS)
+        """Return the schedule of ascending sizes that reaches a progress in the least time, of all that do not shrink."""
+        # The length and the noise scale of parts of the progress, shorter where little is done and split at knots.
+        edges = {x for x, _ in self.noise.knots if x < progress} | {progress}
+        reached = 0.0
+        while reached < progress:
+            edges.add(reached)
+            reached += max(reached / PARTS * 4, progress / PARTS / 64)
+        parts = [(end - start, self.noise.at((start + end) / 2)) for start, end in itertools.pairwise(sorted(edges))]
         prices = [(number, size, self.times.at(size) / size) for number, size in enumerate(sizes)][::-1]
         # From the end backwards: the least time of the rest, if the batch may be `sizes[number]` or any larger one.
         rest, choices = [0.0] * len(sizes), list[list[int]]()
@@ -270,73 +241,90 @@ class DesignModel:
             for number, size, price in prices:
                 best = min(best, (length * price * (1 + size / noise) + after[number], number))
                 rest[number], choices[-1][number] = best
-        switches, done, number = list[tuple[float, int]](), 0.0, 0
+        switches, done, number = dict[int, int](), 0.0, 0
         for (length, noise), choice in zip(parts, reversed(choices), strict=True):
             number = choice[number]
-            switches.append((done, sizes[number]))
+            if not switches or sizes[number] != next(reversed(switches.values())):
+                switches[round(done)] = sizes[number]  # of several batches from one whole sample on, the last
             done += length * (1 + sizes[number] / noise)
         # The constants too: where the optimum is one of them, it is not to lose by the rounding of a threshold.
-        found = [_schedule(switches), *(((0, size),) for size in sizes)]
+        found = [tuple(switches.items()), *(((0, size),) for size in sizes)]
         return min(found, key=lambda schedule: self.run(schedule, progress=progress).seconds)
 
-    def frugal_schedule(self, sizes: Sequence[int], *, samples: int, waste: float = FRUGAL_WASTE) -> Schedule:
-        """Return the fastest schedule of a number of samples whose progress is at least 1 - waste of the smallest batch's.
-
-        Of all whose batches do not shrink. For every batch, several beginnings are followed: each is the fastest of those that
-        need about as many samples to the end if the batch grows no more.
-        """
-        least = (1 - waste) * self.run(((0, sizes[0]),), samples=samples).progress
-        parts = self._parts(least, PARTS // 4)
-        # Samples that each batch needs from here to the end.
-        rest = [sum(length * (1 + size / noise) for length, noise in parts) for size in sizes]
-        unit = max(samples - rest[0], 1.0) / BEGINNINGS
-        # By batch.
-        begun: list[list[Beginning]] = [[(0.0, 0.0, ())] for _ in sizes]
-        for length, noise in parts:
-            before: list[Beginning] = []
-            for number, size in enumerate(sizes):
-                kept: dict[int, Beginning] = {}
-                for each in itertools.chain(begun[number], before):
-                    spare = samples - each[1] - rest[number]
-                    place = int(spare / unit)
-                    if spare >= 0 and (place not in kept or each[0] < kept[place][0]):
-                        kept[place] = each
-                before = list(kept.values())
-                needed = length * (1 + size / noise)
-                time = needed * self.times.at(size) / size
-                begun[number] = [
-                    (seconds + time, done + needed, path if path and path[-1][1] == size else (*path, (done, size)))
-                    for seconds, done, path in before
-                ]
-                rest[number] -= needed
-        ends = [
-            (seconds + (samples - done) * self.times.at(size) / size, _schedule(path))
-            for size, found in zip(sizes, begun, strict=True)
-            for seconds, done, path in found
-        ]
-        by_time = [*(schedule for _, schedule in sorted(ends)), ((0, sizes[0]),)]
-        return next(schedule for schedule in by_time if self.run(schedule, samples=samples).progress >= least)
-
-    def _parts(self, progress: float, number: int) -> list[tuple[float, float]]:
-        """Return the length and the noise scale of parts of the progress, shorter where little is done and split at knots."""
-        edges = {x for x, _ in self.noise.knots if x < progress} | {progress}
-        reached = 0.0
-        while reached < progress:
-            edges.add(reached)
-            reached += max(reached / number * 4, progress / number / 64)
-        return [(end - start, self.noise.at((start + end) / 2)) for start, end in itertools.pairwise(sorted(edges))]
-
     def late_switch(self, sizes: Sequence[int], *, samples: int) -> Schedule:
-        """Return the schedule with one switch from the smallest batch that is fastest to the loss of the smallest batch.
-
-        The switch is in the second half of the samples (arXiv 2602.14208).
-        """
+        """Return the schedule with one late switch from the smallest batch that is fastest to the loss of that batch."""
         target = self.run(((0, sizes[0]),), samples=samples).progress
         return min(late_switches(sizes, samples), key=lambda schedule: self.run(schedule, progress=target).seconds)
 
 
+class Point(NamedTuple):
+    """Where a schedule is in the second model."""
+
+    samples: float
+    progress: float  # samples that a very small batch would need for the signal
+    noise: float  # what the noise adds to the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgettingModel:
+    """The model for a constant learning rate, in which the loss is a signal plus a noise.
+
+    The signal falls with the learning rate times the steps, and the noise relaxes to a level in proportion to the rate over the
+    batch. Two choices are ours. Noise fades exponentially; the papers have a power law. And its size follows from a batch b for
+    which the rate was tuned: at the best constant rate, a slightly higher one would add as much noise as it lowers the signal,
+    so the noise of b is the decrease of the loss per factor e of the progress P. A step of b makes a progress of b / (1 + b/N).
+    With a rate that is scaled by (B/b)^r, and is not above that of a noiseless step, a sample in a batch B makes
+
+        g(B) = min((B/b)^r b / (1 + b/N), N) / B    of progress, and its noise fades to    g(B)/g(b) |dL/dlnP|.
+    """
+
+    model: DesignModel  # the noise scale and the seconds
+    batch: int  # b, for which the learning rate was tuned
+    power: float  # r, of the rule by which the learning rate follows the batch
+    memory: float  # the progress in which noise falls by a factor e
+    slope: float  # decrease of the loss per factor e of the progress, at the last measurement
+    length: int  # samples of the run
+
+    def gain(self, size: int, progress: float) -> float:
+        """Return the progress that a sample makes in a batch, there."""
+        noise = self.model.noise.at(progress)
+        step = math.pow(size / self.batch, self.power) * self.batch / (1 + self.batch / noise)
+        return min(step, noise) / size
+
+    def follow(self, schedule: Schedule, loss: float = -math.inf) -> Point:
+        """Return where a schedule is after the samples of the run, or where it reaches a loss, which may be later."""
+        here = Point(0.0, 0.0, math.nan)
+        part = self.length / FORGETTING_PARTS
+        last = self.model.noise.knots[-1][0]
+        while here.samples < self.length * (1 if loss == -math.inf else MOST_LENGTHS) - part / 2:
+            size = next(size for start, size in reversed(schedule) if start <= here.samples + part / 2)
+            gain = self.gain(size, here.progress)
+            progress = here.progress + gain * part
+            fall = self.slope * (max(progress, last) / last) ** -DATA_EXPONENTS[0]
+            level = gain / self.gain(self.batch, here.progress) * fall
+            before = level if here.samples == 0 else here.noise
+            here = Point(here.samples + part, progress, level + (before - level) * math.exp(-gain * part / self.memory))
+            if self.loss(here) <= loss:
+                return here
+        return here if loss == -math.inf else here._replace(samples=math.inf)
+
+    def loss(self, point: Point) -> float:
+        """Return the loss, less that of the signal at the last measurement."""
+        last = self.model.noise.knots[-1][0]
+        return loss_penalty(point.progress, last, slope=self.slope, measured_at=last) + point.noise
+
+    def seconds(self, schedule: Schedule, loss: float) -> float:
+        """Return the seconds until a schedule has a loss; infinite if it has not after three times the samples of the run."""
+        samples = self.follow(schedule, loss).samples
+        return self.model.times.total(schedule, samples) if samples < math.inf else math.inf
+
+    def late_switch(self, sizes: Sequence[int]) -> Schedule:
+        """Return the schedule with one switch from the smallest batch, in the second half, whose loss is the lowest."""
+        return min(late_switches(sizes, self.length), key=lambda schedule: self.loss(self.follow(schedule)))
+
+
 def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
-    """Return the schedules with one switch from the smallest batch, in the second half of the samples."""
+    """Return the schedules with one switch from the smallest batch, in the second half of the samples (arXiv 2602.14208)."""
     start = (0, sizes[0])
     return [(start, (round(samples * share / 20), size)) for share in range(10, 20) for size in sizes[1:]] or [(start,)]
 
@@ -353,10 +341,6 @@ def loss_penalty(
     """Return the loss at a progress less that at another one, by a power law of the reducible loss.
 
     `slope` is the decrease of the loss per factor e of samples, measured at the progress `measured_at`.
-
-    Example:
-        >>> round(loss_penalty(95.0, 100.0, slope=0.2, measured_at=100.0), 4)
-        0.0103
     """
     powers = [(x / measured_at) ** -exponent for x in (progress, reference)]
     return float(slope / exponent * (powers[0] - powers[1]))
@@ -375,27 +359,12 @@ def loss_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None
 
 
 def format_schedule(schedule: Iterable[tuple[int, int]], *, tokens_per_sample: int = 1) -> str:
-    """Return a schedule as the key `batch_size_schedule` takes it.
-
-    Example:
-        >>> format_schedule(((0, 8), (1000, 16)), tokens_per_sample=128)
-        '0:8 128000:16'
-    """
+    """Return a schedule as the key `batch_size_schedule` takes it."""
     return " ".join(f"{threshold * tokens_per_sample}:{size}" for threshold, size in schedule)
 
 
-def _schedule(switches: Sequence[tuple[float, int]]) -> Schedule:
-    """Return the schedule of batches by the samples before them; of several from one whole sample on, the last."""
-    found: dict[int, int] = {}
-    for done, size in switches:
-        if not found or size != next(reversed(found.values())):
-            found[round(done)] = size
-    return tuple(found.items())
-
-
 def weighted_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return start and slope of the least-squares line, and the inverse of the variance of the slope; it is flat if all x are
-    the same.
+    """Return start and slope of the least-squares line, flat if all x are the same, and the slope's inverse variance.
 
     The third number of a point is the inverse of the variance of y.
     """

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 import rampup
-from rampup.batch_size.design_model import FRUGAL_WASTE
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.cli import common
 from rampup.cli.common import Result, arg
@@ -180,9 +179,6 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
     titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
     console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
-    if any("frugal" in candidate["name"] for candidate in facts["candidates"]):
-        limit = f"at most {FRUGAL_WASTE:.0%} of the samples"
-        console.print(f"frugal: the fastest that wastes {limit} (the smallest batch wastes none)")
     for candidate in facts["candidates"]:
         rule = " ".join(f"{key}={value}" for key, value in candidate["rate_rule"].items())
         console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}" {rule}')

@@ -1,7 +1,4 @@
-"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`.
-
-A run with a constant learning rate has a second opinion, that of `rampup.batch_size.forgetting`.
-"""
+"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +17,12 @@ import numpy as np
 from rampup.batch_size.critical import critical_bound, implied_noise_scale
 from rampup.batch_size.design_model import (
     DATA_EXPONENTS,
-    FRUGAL_WASTE,
     PUBLISHED_GROWTH,
     DesignModel,
+    ForgettingModel,
     NoiseCurve,
     NoisePoint,
+    Outcome,
     Schedule,
     StepTimes,
     format_schedule,
@@ -32,7 +30,6 @@ from rampup.batch_size.design_model import (
     loss_penalty,
     noise_curves,
 )
-from rampup.batch_size.forgetting import ForgettingModel
 from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale, fieller
 from rampup.config.build import build_plan
 from rampup.config.load import load_config
@@ -49,6 +46,7 @@ from rampup.loop.run_folder import (
     require_count,
 )
 from rampup.plan.describe import SECONDS_PER_HOUR
+from rampup.plan.numbers import finite_or_none
 
 # Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
@@ -70,8 +68,6 @@ LAST_SHARES = (1 / 4, 1 / 2, 1.0)
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
 Steps = list[tuple[Mapping[str, Any], float]]
-# With them a configuration has a `batch_size_schedule` instead of its own ramp.
-NO_RAMP = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
 # Places of a run at which its loss, hours and noise scale are predicted.
@@ -91,20 +87,17 @@ def design_ramp(
 ) -> dict[str, Any]:
     """Compare schedules for a run by the steps, hours and loss that a model predicts from measurements.
 
-    The model is that of `rampup.batch_size.design_model`; its answer is an estimate, and `assumptions` says what it rests on.
+    Returns what `rampup design --json` prints, an estimate, of which `assumptions` says what it rests on. Each of `candidates`
+    has a `batch_size_schedule` for the configuration.
 
     Args:
-        config: the configuration of the run to design.
+        config: the configuration of the run to design, on `num_devices` devices.
         measured: folders of measured runs, and files with the output of `rampup tune --json`. The first run with a noise scale
             or a critical batch gives the noise; step times of all are used.
-        num_devices: devices of the run to design.
         train_tokens: tokens of the run to design; None = those of the configuration.
         max_batch: largest global batch in samples; None = four times the largest that was timed.
         assume_growth: power of the progress with which the noise scale grows after its last measurement, 0 to 1. None = the
             measured one, at most 0.47, if it makes it at most 4 times as large.
-
-    Returns:
-        What `rampup design --json` prints. Each of `candidates` has a `batch_size_schedule` for the configuration.
 
     Raises:
         ConfigError: no length of the run, nothing to choose from, or measurements of other sequence lengths.
@@ -146,34 +139,35 @@ def design_ramp(
     references = [each.run(((0, sizes[0]),), samples=samples).progress for each in models]
     if assume_growth is None:
         _refuse_extrapolation(models, references, measurements.noise[-1].samples, samples)
-    schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
-    reference = config.batch_scaling_reference or plan.ramp.sizes[-1]
-
     line = loss_line(measurements.losses)
+    forecast = _Forecast(
+        models=models,
+        references=references,
+        samples=samples,
+        tokens_per_sample=length,
+        slope=None if line is None else abs(line[1]),
+        loss=None if line is None else line[0] + line[1] * math.log(measurements.noise[-1].samples),
+    )
+    schedules = _candidates(config, num_devices, tokens, forecast, sizes, notes)
     if line is None:
         notes.append("the measured run is too short for the slope of its loss, so no loss and no loss penalty is predicted")
-    slope = None if line is None else abs(line[1])
-    loss = None if line is None else line[0] + line[1] * math.log(measurements.noise[-1].samples)
-    forgetting = _forgetting_model(config, model, reference, slope, samples, references[0])
+    reference = config.batch_scaling_reference or plan.ramp.sizes[-1]
+    forgetting = _forgetting_model(config, forecast, reference)
     if forgetting is not None:
         schedules["one late switch"] = forgetting.late_switch(sizes)
-    ends: dict[str, float | None] = {}
-    for name, progress in (("start", 1.0), ("end", references[0])):
-        ends |= _with_ends(f"noise_scale_{name}", [each.noise.at(progress) for each in models])
     unit = length if config.batch_size_schedule_unit == "tokens" else 1
     candidates = []
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
         rule = _rate_rule(config, reference)
         if name == "seesaw":  # which replaces the falls of the rate, and makes the batches itself
-            text, rule = f"0:{sizes[0]}", _seesaw_keys(sizes)
-        settings = NO_RAMP | _budget_keys(tokens) | {"batch_size_schedule": text} | rule
+            text = f"0:{sizes[0]}"
+            rule = _seesaw_keys(sizes)
+        settings = _settings(tokens, text, rule)
         # Refuses what `rampup plan` would refuse.
         build_plan(replace(config, **settings), num_devices)
-        found = _predictions(schedule, models, references, samples=samples, tokens_per_sample=length, slope=slope)
-        course = _course(schedule, models, samples=samples, tokens_per_sample=length, slope=slope, loss=loss)
         named = {"name": name, "batch_size_schedule": text, "rate_rule": rule, "settings": settings}
-        candidates.append({**named, **found, "course": course})
+        candidates.append(named | forecast.of(schedule) | {"course": forecast.course(schedule)})
     fastest = min(candidates, key=lambda candidate: candidate["hours_to_same_loss"])["name"]
     forgets = _fastest_if_forgotten(forgetting, schedules, candidates)
     if forgets is not None and forgets != fastest:
@@ -186,11 +180,12 @@ def design_ramp(
         "train_samples": samples,
         "tokens_per_sample": length,
         "noise_source": measurements.source,
-        **ends,
+        **_with_ends("noise_scale_start", [each.noise.at(1.0) for each in models]),
+        **_with_ends("noise_scale_end", [each.noise.at(references[0]) for each in models]),
         "noise_scale_last_measured": model.noise.knots[-1][1],
         "noise_growth": model.noise.growth,
-        "step_seconds": {str(size): measurements.seconds[size] for size in sorted(measurements.seconds)},
-        "loss_slope": slope,
+        "step_seconds": {str(size): seconds for size, seconds in sorted(measurements.seconds.items())},
+        "loss_slope": forecast.slope,
         "candidates": candidates,
         "fastest": fastest,
         "fastest_if_noise_is_forgotten": forgets,
@@ -199,76 +194,69 @@ def design_ramp(
     }
 
 
-def _predictions(
-    schedule: Sequence[tuple[int, int]],
-    models: Sequence[DesignModel],
-    references: Sequence[float],
-    *,
-    samples: int,
-    tokens_per_sample: int,
-    slope: float | None,
-) -> dict[str, Any]:
-    """Return what is predicted for a schedule, with ranges over the models, whose first is the best estimate.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forecast:
+    """What is predicted for the schedules of a run, with ranges over the models, whose first is the best estimate."""
 
-    `references` is the progress that each model has after the same samples in the smallest batch.
-    """
-    outcomes = [each.run(schedule, samples=samples) for each in models]
-    same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
-    penalties = [
-        loss_penalty(a.progress, b, slope=slope or 0.0, measured_at=each.noise.knots[-1][0], exponent=exponent)
-        for exponent in DATA_EXPONENTS
-        for each, a, b in zip(models, outcomes, references, strict=True)
-    ]
-    times = (models[0].times, *models[0].times.bounds())
-    ranges = {
-        "hours": [each.total(schedule, samples) / SECONDS_PER_HOUR for each in times],
-        "hours_to_same_loss": [each.total(schedule, end.samples) / SECONDS_PER_HOUR for end in same for each in times],
-        "loss_penalty": [None] if slope is None else penalties,
-        # Compared with a very small batch, whose samples are the progress.
-        "token_overhead": [end.samples / end.progress - 1 for end in same],
-    }
-    found: dict[str, Any] = {
-        "start_tokens": [start * tokens_per_sample for start, _ in schedule],
-        "sizes": [size for _, size in schedule],
-        "steps": outcomes[0].steps,
-        "wasted_samples": 1 - outcomes[0].progress / references[0],
-        "tokens_to_same_loss": same[0].samples * tokens_per_sample,
-    }
-    for key, values in ranges.items():
-        found |= _with_ends(key, values)
-    half = models[0].halved().run(schedule, progress=same[0].progress)
-    return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
+    models: Sequence[DesignModel]
+    references: Sequence[float]  # the progress of each model after the samples of the run in the smallest batch
+    samples: int
+    tokens_per_sample: int
+    slope: float | None  # decrease of the measured loss per factor e of the samples; None if it is not known
+    loss: float | None  # of the measured run at its last noise scale
 
+    def of(self, schedule: Schedule) -> dict[str, Any]:
+        """Return the predictions for the whole run."""
+        outcomes = [each.run(schedule, samples=self.samples) for each in self.models]
+        same = [each.run(schedule, progress=place) for each, place in zip(self.models, self.references, strict=True)]
+        ranges = {
+            "hours": self._hours(schedule, [self.samples]),
+            "hours_to_same_loss": self._hours(schedule, [end.samples for end in same]),
+            "loss_penalty": self._penalties(outcomes, self.references),
+            # Compared with a very small batch, whose samples are the progress.
+            "token_overhead": [end.samples / end.progress - 1 for end in same],
+        }
+        found: dict[str, Any] = {
+            "start_tokens": [start * self.tokens_per_sample for start, _ in schedule],
+            "sizes": [size for _, size in schedule],
+            "steps": outcomes[0].steps,
+            "wasted_samples": 1 - outcomes[0].progress / self.references[0],
+            "tokens_to_same_loss": same[0].samples * self.tokens_per_sample,
+        }
+        for key, values in ranges.items():
+            found |= _with_ends(key, values)
+        half = self.models[0].halved().run(schedule, progress=same[0].progress)
+        return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
 
-def _course(
-    schedule: Sequence[tuple[int, int]],
-    models: Sequence[DesignModel],
-    *,
-    samples: int,
-    tokens_per_sample: int,
-    slope: float | None,
-    loss: float | None,
-) -> list[dict[str, Any]]:
-    """Return what is predicted after each tenth of the samples. `loss` is that of the measured run at its last noise scale."""
-    course = []
-    for part in range(1, COURSE_PARTS + 1):
-        done = -(-samples * part // COURSE_PARTS)
-        ends = [each.run(schedule, samples=done) for each in models]
-        places = [each.noise.knots[-1][0] for each in models]
-        losses: list[float | None] = [None]
-        # Not where the line through the measured loss does not hold.
-        if slope is not None and loss is not None and 2 * ends[0].progress >= places[0]:
-            losses = [
-                loss + loss_penalty(end.progress, place, slope=slope, measured_at=place, exponent=exponent)
-                for exponent in DATA_EXPONENTS
-                for end, place in zip(ends, places, strict=True)
-            ]
-        times = (models[0].times, *models[0].times.bounds())
-        row = {"tokens": done * tokens_per_sample, "steps": ends[0].steps, **_with_ends("loss", losses)}
-        row |= _with_ends("hours", [each.total(schedule, done) / SECONDS_PER_HOUR for each in times])
-        row |= _with_ends("noise_scale", [each.noise.at(end.progress) for each, end in zip(models, ends, strict=True)])
-        course.append(row)
-    return course
+    def course(self, schedule: Schedule) -> list[dict[str, Any]]:
+        """Return the predictions after each tenth of the samples."""
+        course = []
+        for part in range(1, COURSE_PARTS + 1):
+            done = -(-self.samples * part // COURSE_PARTS)
+            ends = [each.run(schedule, samples=done) for each in self.models]
+            places = [each.noise.knots[-1][0] for each in self.models]
+            # Not where the line through the measured loss does not hold.
+            penalties = self._penalties(ends, places) if 2 * ends[0].progress >= places[0] else [None]
+            losses = [None if self.loss is None or penalty is None else self.loss + penalty for penalty in penalties]
+            row = {"tokens": done * self.tokens_per_sample, "steps": ends[0].steps, **_with_ends("loss", losses)}
+            row |= _with_ends("hours", self._hours(schedule, [done]))
+            row |= _with_ends("noise_scale", [each.noise.at(end.progress) for each, end in zip(self.models, ends, strict=True)])
+            course.append(row)
+        return course
+
+    def _penalties(self, ends: Sequence[Outcome], places: Sequence[float]) -> list[float | None]:
+        """Return the loss at the ends less that at other places of the progress, by each model and exponent."""
+        if self.slope is None:
+            return [None]
+        return [
+            loss_penalty(end.progress, place, slope=self.slope, measured_at=each.noise.knots[-1][0], exponent=exponent)
+            for exponent in DATA_EXPONENTS
+            for each, end, place in zip(self.models, ends, places, strict=True)
+        ]
+
+    def _hours(self, schedule: Schedule, samples: Sequence[int]) -> list[float]:
+        times = self.models[0].times
+        return [each.total(schedule, end) / SECONDS_PER_HOUR for end in samples for each in (times, *times.bounds())]
 
 
 def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | None]:
@@ -279,41 +267,40 @@ def _with_ends(key: str, values: Sequence[float | None]) -> dict[str, float | No
     return {key: values[0], **finite}
 
 
-def _forgetting_model(
-    config: Config, model: DesignModel, reference: int, slope: float | None, samples: int, progress: float
-) -> ForgettingModel | None:
-    """Return the second model of a run whose learning rate is constant for most of it; None for other runs.
-
-    The share of a wsd run in which its rate falls stands for the progress in which noise is forgotten.
-    """
-    if not slope or config.lr_schedule_type == "cosine":
+def _forgetting_model(config: Config, forecast: _Forecast, reference: int) -> ForgettingModel | None:
+    """Return the second model of a run whose learning rate is constant for most of it; None for other runs."""
+    if not forecast.slope or config.lr_schedule_type == "cosine":
         return None
-    rule = _rate_rule(config, reference)
-    linear = "linear" in (rule.get("learning_rate_batch_scaling"), rule.get("batch_scaling"))
-    memory = max(config.wsd_decay_steps_fraction, 0.01) * progress
-    power = 1.0 if linear else 0.5
-    return ForgettingModel(model=model, batch=reference, power=power, memory=memory, slope=slope, length=samples)
+    return ForgettingModel(
+        model=forecast.models[0],
+        batch=reference,
+        power=1.0 if "linear" in _rate_rule(config, reference).values() else 0.5,
+        # The share of a wsd run in which its rate falls stands for the progress in which noise is forgotten.
+        memory=max(config.wsd_decay_steps_fraction, 0.01) * forecast.references[0],
+        slope=forecast.slope,
+        length=forecast.samples,
+    )
 
 
 def _fastest_if_forgotten(
     forgetting: ForgettingModel | None, schedules: Mapping[str, Schedule], candidates: Sequence[dict[str, Any]]
 ) -> str | None:
     """Return the fastest candidate of the second model, and add its hours to all; Seesaw, which has other rates, has none."""
+    key = "hours_to_same_loss_if_noise_is_forgotten"
     for candidate in candidates:
-        candidate["hours_to_same_loss_if_noise_is_forgotten"] = None
+        candidate[key] = None
         if forgetting is not None and candidate["name"] != "seesaw":
             loss = forgetting.loss(forgetting.follow(schedules[candidates[0]["name"]]))
-            seconds = forgetting.seconds(schedules[candidate["name"]], loss)
-            if seconds < math.inf:
-                candidate["hours_to_same_loss_if_noise_is_forgotten"] = seconds / SECONDS_PER_HOUR
-    key = "hours_to_same_loss_if_noise_is_forgotten"
-    return min((each for each in candidates if each[key] is not None), key=lambda each: each[key], default={"name": None})[
-        "name"
-    ]
+            candidate[key] = finite_or_none(forgetting.seconds(schedules[candidate["name"]], loss) / SECONDS_PER_HOUR)
+    known = [candidate for candidate in candidates if candidate[key] is not None]
+    return min(known, key=lambda candidate: candidate[key])["name"] if known else None
 
 
-def _budget_keys(tokens: int) -> dict[str, Any]:
-    return {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
+def _settings(tokens: int, schedule: str, rule: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a run of these tokens with a `batch_size_schedule` instead of the configuration's own ramp."""
+    ramp = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
+    length = {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
+    return ramp | length | {"batch_size_schedule": schedule} | rule
 
 
 def _seesaw_keys(sizes: Sequence[int]) -> dict[str, Any]:
@@ -323,11 +310,11 @@ def _seesaw_keys(sizes: Sequence[int]) -> dict[str, Any]:
 def _rate_rule(config: Config, reference: int) -> dict[str, Any]:
     """Return the keys that scale the learning rate with the batch: those of the configuration, or the optimizer's rule."""
     rate = config.batch_rule[0]
-    of_optimizer = "linear" if config.opt_type == "sgd" else "sqrt"
     own = config.learning_rate_batch_scaling != "auto" or (rate == "none" and config.batch_scaling != "none")
-    if own:
-        return {"learning_rate_batch_scaling": of_optimizer if rate == "none" else rate, "batch_scaling_reference": reference}
-    return {"batch_scaling": of_optimizer if rate == "none" else config.batch_scaling, "batch_scaling_reference": reference}
+    rule: str = rate if own else config.batch_scaling
+    if rate == "none":
+        rule = "linear" if config.opt_type == "sgd" else "sqrt"
+    return {"learning_rate_batch_scaling" if own else "batch_scaling": rule, "batch_scaling_reference": reference}
 
 
 def _refuse_extrapolation(models: Sequence[DesignModel], references: Sequence[float], measured: float, samples: int) -> None:
@@ -382,15 +369,17 @@ class Measurements(NamedTuple):
             critical = _critical_points(path)
             if critical:
                 # Both measure the same quantity, the critical batch better but only at its checkpoint. So before the first and
-                # after the last one, the noise scale counts, times the ratio of the two there unless one is only a bound.
+                # after the last one, the noise scale counts, times the ratio of the two there unless one is only a bound. The
+                # intervals contain both: in docs/explanation/does_a_ramp_pay.md, the smaller one was right.
                 first, last = critical[0], critical[-1]
                 curve = NoiseCurve(knots=tuple((each.samples, each.noise) for each in points if not each.is_bound), growth=0.0)
                 ratios = [1.0 if to.is_bound or not curve.knots else to.noise / curve.at(to.samples) for to in (first, last)]
-                before = [_containing(each.scaled(ratios[0]), each) for each in points if each.samples < first.samples]
-                after = [_containing(each.scaled(ratios[1]), each) for each in points if each.samples > last.samples]
+                before = [
+                    each.scaled(ratios[0]).widened(each.low, each.high) for each in points if each.samples < first.samples
+                ]
+                after = [each.scaled(ratios[1]).widened(each.low, each.high) for each in points if each.samples > last.samples]
                 if curve.knots:
-                    own = [(curve.at(each.samples), each) for each in critical]
-                    critical = [_containing(each, each._replace(noise=noise, low=noise, high=noise)) for noise, each in own]
+                    critical = [each.widened(curve.at(each.samples), curve.at(each.samples)) for each in critical]
                 points = [*before, *critical, *after]
                 if not before:
                     notes.append(
@@ -423,15 +412,6 @@ class Measurements(NamedTuple):
             if bounds
         ]
         return cls(seconds, source, noise, losses, notes)
-
-
-def _containing(point: NoisePoint, other: NoisePoint) -> NoisePoint:
-    """Return a measurement whose interval contains that of another one; a bound stays as it is.
-
-    In whole runs (docs/explanation/does_a_ramp_pay.md), the noise scale was right where branches gave four times as much.
-    """
-    is_bound = point.is_bound or other.is_bound
-    return point if is_bound else point._replace(low=min(point.low, other.low), high=max(point.high, other.high))
 
 
 def _checked_lines(folder: Path) -> list[dict[str, Any]]:
@@ -480,10 +460,7 @@ def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]
 
 
 def _critical_points(folder: Path) -> list[NoisePoint]:
-    """Return the noise scales that `rampup critical` has found at the checkpoints of a run; the largest window of each counts.
-
-    A batch that needs a share x of additional tokens is x times the noise scale. Undecided ones are left out.
-    """
+    """Return the noise scales that `rampup critical` has found at a run's checkpoints; the largest window of each counts."""
     parent = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}")
     by_step = dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
@@ -513,9 +490,8 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
     """Return the noise scale at the first step of a run, in every octave of its samples, and at its last step.
 
-    An octave has the averages of S and G2 in it. All its steps count. Those in which the running estimate has a value are those
-    in which G2 came out large, so their noise scale is too small. If the noise scale grows, it is smaller at the first step
-    than in any octave, and larger at the last one: those two have lines through S and G2.
+    An octave has the averages of S and G2 over all its steps: those whose running estimate has a value have too large a G2.
+    Growing, it is smaller at the first step than in any octave, and larger at the last: these have lines through S and G2.
     """
 
     def average(steps: Steps) -> NoiseScale:
@@ -576,10 +552,10 @@ def _point(samples: float, batch: float, found: NoiseEstimate, trace: float, squ
 def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
     """Return the noise scale at the first of the steps, by least-squares lines through their S and through their G2.
 
-    Backwards, the first step is the last one of the run. The lines go through the first share of the run that gives a precise
-    interval. They are straight over the samples at the start, and over their logarithm at the end. The interval is Fieller's,
-    with variances from the residuals (HC3 of MacKinnon and White 1985).
+    The lines go through the first share of the run that gives a precise interval: Fieller's, with variances from the residuals
+    (HC3 of MacKinnon and White 1985).
     """
+    # Straight over the samples at the start of the run, and over their logarithm at its end, from where the steps go backwards.
     rows = [[line[key] for key in (*COUNTS, SQUARED_NORM)] + [line[TRACE] * rate] for line, rate in steps]
     samples, sizes, norms, traces = np.array(rows, float).T
     ages, distances = samples / samples[0], abs(samples - samples[0])
@@ -604,25 +580,20 @@ def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
 
 
 def _candidates(
-    config: Config, num_devices: int, tokens: int, model: DesignModel, sizes: Sequence[int], notes: list[str]
+    config: Config, num_devices: int, tokens: int, forecast: _Forecast, sizes: Sequence[int], notes: list[str]
 ) -> dict[str, Schedule]:
     """Return the schedules to compare, by their names."""
-    samples = -(-tokens // config.max_target_length)
-    target = model.run(((0, sizes[0]),), samples=samples).progress
+    model = forecast.models[0]
+    target = forecast.references[0]
     best = min(sizes, key=lambda size: model.run(((0, size),), progress=target).seconds)
     found: dict[str, Schedule] = {f"constant {size:,}": ((0, size),) for size in sorted({sizes[0], best, sizes[-1]})}
     found["early growth, fastest"] = model.best_schedule(sizes, progress=target)
-    found["early growth, frugal"] = model.frugal_schedule(sizes, samples=samples)
-    if found["early growth, frugal"] == found["early growth, fastest"]:
-        del found["early growth, frugal"]
-        notes.append(f"the fastest ramp wastes less than {FRUGAL_WASTE:.0%} of the samples, so there is no more frugal one")
     try:
-        settings = NO_RAMP | _budget_keys(tokens) | _seesaw_keys(sizes) | {"batch_size_schedule": f"0:{sizes[0]}"}
-        planned = build_plan(replace(config, **settings), num_devices)
+        planned = build_plan(replace(config, **_settings(tokens, f"0:{sizes[0]}", _seesaw_keys(sizes))), num_devices)
         found["seesaw"] = tuple((phase.start_sample, phase.global_batch_size) for phase in planned.ramp.phases)
     except RampupError as error:
         notes.append(f"no Seesaw candidate: {error}")
-    found["one late switch"] = model.late_switch(sizes, samples=samples)
+    found["one late switch"] = model.late_switch(sizes, samples=forecast.samples)
     return found
 
 
