@@ -1,13 +1,10 @@
 """The batch size that follows the measured gradient noise scale: `batch_size_schedule: auto`.
 
-The rules, all known before step 0:
-
-- The sizes are the first batch times powers of two, and the largest batch. Each is checked like a phase of any other ramp.
-- The batch never shrinks, and a decision at most doubles it.
-- It grows to a size B only if the lower end N of the noise scale's interval is so large that at most a share `max_waste` of a
-  sample is lost, B / (N + B): by default 20%, at 4 B. So an estimate that is not certain changes nothing.
-- After a change, a half-life of samples must pass, so that the estimate has mostly seen the new batch.
-- Decisions are made after every `DECISION_PERIOD` steps, from the steps before.
+All rules are known before step 0. The sizes are the first batch times powers of two, and the largest batch, each checked like a
+phase of any other ramp. The batch never shrinks, and a decision at most doubles it. It grows to a size B only if the lower end
+N of the noise scale's interval is so large that at most a share `max_waste` of a sample is lost, B / (N + B): by default 20%,
+at 4 B. So an estimate that is not certain changes nothing. After a change, a half-life of samples must pass, so that the
+estimate has mostly seen the new batch.
 """
 
 from __future__ import annotations
@@ -18,21 +15,14 @@ from dataclasses import dataclass
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.plan.ramp import AutoMode, BatchRamp
 
+# Steps between two decisions.
 DECISION_PERIOD = 10
 MAX_WASTE = 0.2
 
 
 @dataclass(slots=True, kw_only=True)
 class AutoSchedule:
-    """The decisions of a run about its batch. It is the same in all processes, and part of every checkpoint.
-
-    Example:
-        >>> auto = AutoSchedule(sizes=(4, 8, 16), mode="follow", half_life_samples=100, rows=[[0, 0, 4]])
-        >>> auto.decide(step=10, sample=40, noise_scale=50.0), auto.decide(step=30, sample=120, noise_scale=50.0)
-        (4, 8)
-        >>> auto.schedule
-        '0:4 120:8'
-    """
+    """The decisions of a run about its batch. It is the same in all processes, and part of every checkpoint."""
 
     sizes: tuple[int, ...]  # the legal sizes, from `auto_sizes`
     mode: AutoMode  # `follow` changes the batch of the run; `advise` only writes what it would do
@@ -65,10 +55,7 @@ class AutoSchedule:
         return step > 0 and step % DECISION_PERIOD == 0
 
     def decide(self, *, step: int, sample: int, noise_scale: float | None) -> int:
-        """Decide after a number of steps, which have consumed `sample` samples, and return the size from there on.
-
-        The noise scale is the lower end of its interval in samples, or None if it is not known.
-        """
+        """Decide after these steps and samples, by the lower end of the noise scale; return the size from there on."""
         if noise_scale is None or sample - self.rows[-1][1] < self.half_life_samples:
             return self.size
         reached = [size for size in self.sizes if size <= 2 * self.size and self.needed_noise(size) <= noise_scale]
@@ -77,14 +64,7 @@ class AutoSchedule:
         return self.size
 
     def outlook(self, *, step: int, sample: int, noise: NoiseEstimate) -> str:
-        """Return in words why `decide` changed the batch after a step, or what the next larger batch needs.
-
-        Example:
-            >>> from rampup.batch_size.noise_scale import NoiseEstimate
-            >>> auto = AutoSchedule(sizes=(4, 8), mode="follow", half_life_samples=100, rows=[[0, 0, 4]])
-            >>> auto.outlook(step=10, sample=40, noise=NoiseEstimate(value=5.0, low=3.0, high=9.0))
-            '4 samples; 8 need a noise scale whose interval begins at 32 or above, it is 5 (3 to 9), and 60 more samples'
-        """
+        """Return in words why `decide` changed the batch after a step, or what the next larger batch needs."""
         use = "" if self.mode == "follow" else "advises "
         if len(self.rows) > 1 and self.rows[-1][0] == step:
             return f"{use}{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the noise scale is {noise}"

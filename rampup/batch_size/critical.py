@@ -1,13 +1,11 @@
 """The critical batch size by branches: which branches, when one is losing, and what their losses mean.
 
-The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971). Branches that start at one
-checkpoint train on the same samples, each with another batch. The critical batch is the largest whose smoothed loss is not
-above that of any smaller batch by more than a tolerance. Here the losses of all branches are measured on the same rows, so that
-the noise of the rows cancels in their differences.
+The method is that of Merrill et al. 2025, "Critical Batch Size Revisited" (arXiv 2505.23971): branches from one checkpoint
+train on the same samples, and the critical batch is the largest whose smoothed loss exceeds that of no smaller one by more than
+a tolerance. Here all losses are measured on the same rows, whose noise cancels in the differences.
 
-A window can only show what it changes. The *gain* is what it lowers the loss of the smallest branch, on the same rows. A branch
-that ends worse by a share w of the gain has wasted about that share of its samples, so it needs w / (1 - w) more tokens. By
-default, the tolerance is the share of a batch that needs 20% more tokens.
+A window can only show what it changes. The *gain* is what it lowers the loss of the smallest branch. A branch that ends worse
+by a share w of it has wasted about that share of its samples, so it needs w / (1 - w) more tokens: by default, at most 20%.
 """
 
 from __future__ import annotations
@@ -53,30 +51,18 @@ class BranchWindow:
 
     @classmethod
     def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None, *, promising: int = 0) -> Self:
-        """Return the branches of a run whose batch has `global_batch_size` samples.
+        """Return the branches of a run with this batch, each at least as long as `samples`, or refuse the request.
 
-        Args:
-            global_batch_size: samples per optimizer step of the run at the checkpoint.
-            multiples: factors of it, as numbers or text.
-            samples: samples that every branch trains on at least; it is rounded up to whole intervals. None: `DEFAULT_STEPS`
-                optimizer steps of the largest branch, or `promising` samples if these are more.
-            promising: the result of `samples_for_gain`.
-
-        Raises:
-            RampupError: a multiple is not positive, is given twice or does not give a whole batch, or the window is too short.
-
-        Example:
-            >>> window = BranchWindow.of(16, ["1", "2", "4"], 1000)
-            >>> window.sizes, window.interval, window.num_evaluations
-            ((16, 32, 64), 64, 16)
+        None: `DEFAULT_STEPS` optimizer steps of the largest branch, or `promising` samples if these are more.
         """
         factors = sorted(exact_fraction(multiple, what="multiples", key="multiples") for multiple in multiples)
-        rule = f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as 1,2,4,8"
-        if not 1 <= len(factors) <= MAX_MULTIPLES or len(set(factors)) < len(factors):
+        if wrong := [factor for factor in factors if not 0 < factor <= MAX_MULTIPLE]:
+            rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"
+            raise ConfigError(rule, key="multiples", nearest=(1,))
+        if not 2 <= len(factors) <= MAX_MULTIPLES or len(set(factors)) < len(factors):
+            single = ": a single branch has nothing to be compared with" * (len(factors) == 1)
+            rule = f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as 1,2,4,8{single}"
             raise ConfigError(rule, key="multiples")
-        if factors[0] <= 0 or factors[-1] > MAX_MULTIPLE:
-            wrong = factors[0] if factors[0] <= 0 else factors[-1]
-            raise ConfigError(f"multiples: {wrong} must be above 0 and at most {MAX_MULTIPLE:,}", key="multiples", nearest=(1,))
         for factor in factors:
             if (size := factor * global_batch_size).denominator != 1:
                 nearest = [Fraction(n, global_batch_size) for n in (math.floor(size), math.ceil(size)) if n]
@@ -88,8 +74,6 @@ class BranchWindow:
                     key="multiples",
                     nearest=[str(number) for number in nearest],
                 )
-        if len(factors) == 1:
-            raise ConfigError(f"{rule}: a single branch has nothing to be compared with", key="multiples")
         sizes = tuple(int(factor * global_batch_size) for factor in factors)
         # After this many samples, every branch has taken a whole number of steps.
         unit = math.lcm(*sizes)
@@ -125,28 +109,14 @@ class Evaluation(NamedTuple):
 
 
 def smoothed_loss(curve: Sequence[Evaluation]) -> float:
-    """Return the exponential moving average of the losses of a branch after its last evaluation.
-
-    Example:
-        >>> smoothed_loss([Evaluation((4.0,), (1.0,)), Evaluation((2.0,), (1.0,)), Evaluation((1.0,), (1.0,))])
-        2.0
-    """
+    """Return the exponential moving average of the losses of a branch after its last evaluation."""
     return sum(share * evaluation.mean for share, evaluation in zip(_shares(len(curve)), curve, strict=True))
 
 
 def smoothed_difference(curve: Sequence[Evaluation], other: Sequence[Evaluation]) -> tuple[float, float]:
     """Return the smoothed loss of a branch less that of another one at the same tokens, and its standard error.
 
-    The standard error is that of a difference of means over rows that both branches share, from the differences of the groups
-    of rows. It does not contain what another seed would change. With one group per evaluation it is 0.
-
-    The other branch has at least as many evaluations.
-
-    Example:
-        >>> a = [Evaluation((3.0, 5.0, 4.0), (1.0, 1.0, 1.0))]
-        >>> b = [Evaluation((2.0, 4.0, 3.0), (1.0, 1.0, 1.0))]
-        >>> smoothed_difference(a, b)  # the groups differ by 2, the differences do not
-        (1.0, 0.0)
+    The error is that of means over rows that both share, without what another seed would change; 0 with one group of rows.
     """
     total = variance = 0.0
     for share, one, two in zip(_shares(len(curve)), curve, other, strict=False):
@@ -162,23 +132,14 @@ def smoothed_difference(curve: Sequence[Evaluation], other: Sequence[Evaluation]
 def is_losing(
     curve: Sequence[Evaluation], smaller: Sequence[Sequence[Evaluation]], num_evaluations: int, tolerance: float
 ) -> bool:
-    """Return whether a branch has clearly lost, so that the rest of its window need not be run.
-
-    It has if its loss is not finite. It also has if, after a third of the window, its loss is above that of a smaller batch by
-    more than twice the tolerance and three standard errors, even if the difference keeps closing to the end of the window as
-    fast as it has closed in the second half of the evaluations so far. (A difference that closes exponentially closes slower.)
-
-    Args:
-        curve: evaluations of the branch so far.
-        smaller: evaluations of the branches with smaller batches, complete: `num_evaluations` each.
-        tolerance: in the unit of the loss.
-    """
+    """Return whether a branch has clearly lost against complete branches of smaller batches: its window need not be run on."""
     done = len(curve)
     if done and not math.isfinite(curve[-1].mean):
         return True
     if done < 2 or done < LEAST_PROGRESS * num_evaluations or done == num_evaluations:
         return False
     for other in smaller:
+        # Even if the difference keeps closing as fast as in the second half so far; one that closes exponentially is slower.
         gap, error = smoothed_difference(curve, other)
         before, _ = smoothed_difference(curve[: done // 2], other)
         closing = min((gap - before) / (done - done // 2), 0.0)
@@ -205,18 +166,7 @@ class BranchResult:
 def find_critical(
     window: BranchWindow, curves: Sequence[Sequence[Evaluation]], tolerance: float
 ) -> tuple[tuple[BranchResult, ...], int]:
-    """Return the result of every branch in the order of their batches, and the number of that with the critical batch.
-
-    That is the largest whose smoothed loss exceeds that of no smaller branch by more than the tolerance. A branch that was
-    stopped early is not it.
-
-    Example:
-        >>> window = BranchWindow.of(8, (1, 2, 4), 128)
-        >>> curves = [[Evaluation((loss,), (1.0,))] * 4 for loss in (2.0, 2.005, 2.2)]
-        >>> branches, critical = find_critical(window, curves, 0.01)
-        >>> branches[critical].global_batch_size
-        16
-    """
+    """Return the result of every branch in the order of their batches, and the number of that with the critical batch."""
     results: list[BranchResult] = []
     complete: list[Sequence[Evaluation]] = []
     critical = 0
@@ -241,25 +191,15 @@ def find_critical(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the branches of a checkpoint show.
+    """What the branches of a checkpoint show."""
 
-    Attributes:
-        branches: the results, smallest batch first.
-        critical: the number of the branch with the critical batch.
-        tolerance: nats by which a branch may be worse than a smaller one.
-        gain: nats by which the window lowered the loss of the smallest branch; None if it was stopped.
-        decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none.
-        deciding_samples: samples of a window that could, if this one could not; None = nothing in it says so.
-        earlier: the number of the branch that the first half of the window shows, if it is another one.
-    """
-
-    branches: tuple[BranchResult, ...]
-    critical: int
-    tolerance: float
-    gain: float | None
-    decisive: bool
-    deciding_samples: int | None = None
-    earlier: int | None = None
+    branches: tuple[BranchResult, ...]  # smallest batch first
+    critical: int  # the number of the branch with the critical batch
+    tolerance: float  # nats by which a branch may be worse than a smaller one
+    gain: float | None  # nats by which the window lowered the loss of the smallest branch; None if it was stopped
+    decisive: bool  # whether the window could tell a batch that wastes half of its samples from one that wastes none
+    deciding_samples: int | None = None  # samples of a window that could, if this one could not; None = nothing says so
+    earlier: int | None = None  # the number of the branch that the first half of the window shows, if it is another one
 
 
 def judge(
@@ -271,47 +211,31 @@ def judge(
 ) -> Verdict:
     """Return what the branches show, and whether they could have shown something else.
 
-    Args:
-        window: the window.
-        curves: the evaluations of all branches.
-        checkpoint: the losses of the checkpoint on the rows of the last evaluation.
-        tolerance: nats; None = `TOLERANCE_SHARE` of the gain.
-        consumed_samples: samples of the run before the checkpoint.
-
-    Example:
-        >>> window = BranchWindow.of(8, (1, 2, 4), 128)
-        >>> curves = [[Evaluation((loss,), (1.0,))] * 4 for loss in (2.0, 2.005, 2.2)]
-        >>> found = judge(window, curves, Evaluation((2.3,), (1.0,)), None, 1000)
-        >>> found.critical, round(found.gain, 3), found.decisive
-        (1, 0.3, True)
-        >>> found = judge(window, curves, Evaluation((2.006,), (1.0,)), 0.01, 1000)
-        >>> found.decisive, found.deciding_samples
-        (False, 495)
+    `checkpoint` has the losses before the window, which begins after `consumed_samples`, on the rows of the last evaluation.
     """
     gain, gain_error = _gain(curves[0], checkpoint, window.num_evaluations)
     # A gain that is not clear may be as large as its error.
     likely = max(gain or 0.0, gain_error)
+    progress = _progress(window.num_evaluations)
     if tolerance is None:
-        tolerance = TOLERANCE_SHARE * likely * _progress(window.num_evaluations)
+        tolerance = TOLERANCE_SHARE * likely * progress
     results, critical = find_critical(window, curves, tolerance)
     if gain is None or likely == 0:
         return Verdict(branches=results, critical=critical, tolerance=tolerance, gain=gain, decisive=False)
     errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
     # How many times as much the window would have to gain. A longer one gains in proportion, and is evaluated on so many more
     # rows.
-    needed = tolerance / (DECISIVE_SHARE * likely)
     needed = max(
-        needed, (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3), (CLEAR_ERRORS * gain_error / likely) ** (2 / 3)
+        tolerance / (DECISIVE_SHARE * likely),
+        (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3),
+        (CLEAR_ERRORS * gain_error / likely) ** (2 / 3),
     )
     is_clear = gain > CLEAR_ERRORS * gain_error
     is_decisive = is_clear and needed <= 1
     half = [curve[: -(-window.num_evaluations // 2)] for curve in curves]
-    first = replace(window, num_evaluations=len(half[0]))
-    earlier = find_critical(first, half, tolerance)[1]
+    earlier = find_critical(replace(window, num_evaluations=len(half[0])), half, tolerance)[1]
     return Verdict(
-        branches=tuple(_with_overhead(branch, gain * _progress(window.num_evaluations)) for branch in results)
-        if is_clear
-        else results,
+        branches=tuple(_with_overhead(branch, gain * progress) for branch in results) if is_clear else results,
         critical=critical,
         tolerance=tolerance,
         gain=gain,
@@ -324,11 +248,7 @@ def judge(
 def samples_for_gain(curve: Iterable[tuple[int, float]], consumed_samples: int, gain: float = DEFAULT_GAIN) -> int:
     """Return the samples after which the loss of a run is lower by `gain`, by the slope of its second half over ln(samples).
 
-    Returns 0 if the loss does not fall there, or too few losses are known.
-
-    Example:
-        >>> samples_for_gain(((n, 5 - 0.1 * math.log(n)) for n in range(100, 1001, 100)), 1000, gain=0.01)
-        106
+    It is 0 if the loss does not fall there, or too few losses are known.
     """
     second_half = [(n, loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
     if len(second_half) < LEAST_EVALUATIONS:
@@ -375,22 +295,12 @@ Bound = Literal["exact", "at_least", "at_most"]
 
 
 def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
-    """Return what the critical batch of branches says: a bound if it is the largest or the smallest that was tried.
-
-    Example:
-        >>> [critical_bound((8, 16, 32), size) for size in (8, 16, 32)]
-        ['at_most', 'exact', 'at_least']
-    """
+    """Return what the critical batch of branches says: a bound if it is the largest or the smallest that was tried."""
     return "at_most" if critical == min(sizes) else "at_least" if critical == max(sizes) else "exact"
 
 
 def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:
-    """Return the noise scale that follows from a critical batch: the batch that needs 100% more tokens.
-
-    Example:
-        >>> implied_noise_scale(16, tolerance=0.25, gain=1.5)  # 16 need 20% more tokens
-        80.0
-    """
+    """Return the noise scale that follows from a critical batch: the batch that needs 100% more tokens."""
     return size * (gain - tolerance) / tolerance
 
 

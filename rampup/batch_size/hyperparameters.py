@@ -1,8 +1,4 @@
-"""AdamW's constants for a batch of another size: rules that keep the optimizer's behavior per token.
-
-A constant that is right for one batch is not right for another. The rules here give its value for a batch that is `ratio` times
-the reference batch, the one for which the constants were chosen.
-"""
+"""AdamW's constants for a batch of another size: published rules that keep the optimizer's behavior per token."""
 
 from __future__ import annotations
 
@@ -72,13 +68,9 @@ class AdamScaling:
         return (self.b1, self.b2, self.eps, self.weight_decay) != ("none",) * 4
 
     def constants(self, base: AdamConstants, *, ratio: float, rate_scale: float, where: str = "") -> AdamConstants:
-        """Return the constants for a batch.
+        """Return the constants for a batch, `ratio` times the reference batch, whose constants are `base`.
 
-        Args:
-            base: the constants for the reference batch.
-            ratio: the batch divided by the reference batch.
-            rate_scale: the factor that this batch puts on the learning rate.
-            where: the phase, for errors.
+        The batch puts the factor `rate_scale` on the learning rate; `where` names its phase in errors.
 
         Raises:
             ConfigError: a decay rate falls below 0, or rounds to 1 on a device, and no floor or ceiling prevents it.
@@ -102,11 +94,9 @@ class AdamScaling:
                     key="batch_scaling",
                     nearest=("half_life",) if rule == "sde" else (),
                 )
-        factor = 1.0
-        if self.weight_decay != "none":
-            # The timescale B / (learning rate * weight decay * D), relative to that of the reference.
-            timescale = self.token_ratio**TIMESCALE_EXPONENT if self.weight_decay == "power_lines" else 1.0
-            factor = ratio / rate_scale / self.token_ratio / timescale
+        # The timescale B / (learning rate * weight decay * D), relative to that of the reference.
+        timescale = self.token_ratio**TIMESCALE_EXPONENT if self.weight_decay == "power_lines" else 1.0
+        factor = 1.0 if self.weight_decay == "none" else ratio / rate_scale / self.token_ratio / timescale
         eps = base.eps / ratio**0.5 if self.eps == "sde" else base.eps
         return AdamConstants(**rates, eps=eps, weight_decay=base.weight_decay * factor)
 
@@ -127,18 +117,14 @@ BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
 
 
 def adam_constants(plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> tuple[AdamConstants, ...]:
-    """Return the constants of every segment of a plan's clock, or raise the errors of all segments at once.
-
-    Without Seesaw, the segments are the phases.
-    """
-    found, problems = [], list[RampupError]()
+    """Return the constants of every segment of a plan's clock, or raise the errors of all segments at once."""
+    found, problems = [], dict[str, RampupError]()
     for segment in plan.clock:
         ratio = segment.global_batch_size / plan.reference_size
         where = f"a global batch of {segment.global_batch_size:,} samples"
         try:
             found.append(scaling.constants(base, ratio=ratio, rate_scale=segment.scale, where=where))
         except ConfigError as error:
-            # With Seesaw, several segments have the same batch.
-            problems += [error] * all(str(error) != str(known) for known in problems)
-    raise_together(problems)
+            problems[str(error)] = error  # with Seesaw, several segments have the same batch
+    raise_together([*problems.values()])
     return tuple(found)

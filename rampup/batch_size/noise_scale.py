@@ -1,8 +1,7 @@
 """The gradient noise scale: how large a batch is before averaging more gradients stops paying.
 
-A step sums gradients over J blocks: one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j,
-such as its number of tokens. W is the sum of the weights and g = sum(G_j) / W the gradient of the step. With
-q = sum(|G_j|^2 / W_j),
+A step sums gradients over J blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j,
+such as its tokens. W is the sum of the weights and g = sum(G_j) / W the gradient of the step. With q = sum(|G_j|^2 / W_j),
 
     S = (q - W |g|^2) / (J - 1)     is an unbiased estimate of tr(Sigma), the variance of the gradient of one unit of weight,
     G2 = |g|^2 - S / W              is an unbiased estimate of |G|^2, the square of the true gradient.
@@ -31,12 +30,7 @@ HALF_LIFE_SHARE, HALF_LIFE_BATCHES = 0.05, 30
 
 
 def noise_trace(squares: Any, weight: Any, squared_norm: Any, blocks: Any) -> tuple[Any, Any]:
-    """Return S and G2 of one step, from q, W, |g|^2 before clipping, and J, the number of blocks with a weight, at least 2.
-
-    Example:
-        >>> noise_trace(squares=10.0, weight=4.0, squared_norm=1.0, blocks=4)
-        (2.0, 0.5)
-    """
+    """Return S and G2 of one step, from q, W, |g|^2 before clipping, and J, the number of blocks with a weight, at least 2."""
     trace = (squares - weight * squared_norm) / (blocks - 1)
     return trace, squared_norm - trace / weight
 
@@ -48,7 +42,7 @@ class NoiseEstimate:
     Attributes:
         value: the estimate. None if the squared gradient cannot be distinguished from zero.
         low: lower end of the interval. If `high` is None, the noise scale is at least this. None before there are enough steps.
-        high: upper end. None if there is none.
+        high: upper end, or None.
     """
 
     value: float | None
@@ -56,14 +50,7 @@ class NoiseEstimate:
     high: float | None
 
     def __str__(self) -> str:
-        """Return text such as "120 (90 to 160)" or "at least 90".
-
-        Example:
-            >>> print(NoiseEstimate(value=120.4, low=91.0, high=163.0))
-            120 (91 to 163)
-            >>> print(NoiseEstimate(value=None, low=91.0, high=None))
-            at least 91
-        """
+        """Return text such as "120 (90 to 160)" or "at least 90"."""
         if self.low is None:
             return "not known yet"
         if self.value is None or self.high is None:
@@ -76,24 +63,17 @@ class NoiseEstimate:
 class NoiseScale:
     """Running averages of S and G2, and the noise scale with its interval.
 
-    The age of a step is counted in samples, so a growing batch does not lengthen the memory. A step of weight W counts W
-    times.
-
-    The interval is Fieller's for the ratio of two means, with variances that are measured from the spread over steps:
-    formulas for Gaussian gradients are wrong for small blocks. While the batch grows, every step has a scatter of its own: the
-    variance of S falls as 1 / (J - 1), that of G2 as 1 / W^2 while noise dominates and as 1 / W when it does not. So nothing
-    is assumed about it. A step x of variance s, with a share h of all weight, moves a mean m of variance v to (1 - h) m + h x,
-    of variance (1 - h)^2 v + h^2 s. As (x - m)^2 has the expectation s + v, this is (1 - 2 h) v + h^2 (x - m)^2 on average. If
-    the mean of G2 is not different from zero, the interval has no upper end.
-
-    Steps without a weight, or with values that are not finite, only age the others.
+    The age of a step is counted in samples, so a growing batch does not lengthen the memory. A step of weight W counts W times.
+    The interval is Fieller's for the ratio of two means, with variances from the spread over steps: formulas for Gaussian
+    gradients are wrong for small blocks. While the batch grows, every step has a scatter of its own, of which nothing is
+    assumed. A step x of variance s, with a share h of all weight, moves a mean m of variance v to (1 - h) m + h x, of variance
+    (1 - h)^2 v + h^2 s. As (x - m)^2 has the expectation s + v, this is (1 - 2 h) v + h^2 (x - m)^2 on average. If the mean of
+    G2 is not different from zero, the interval has no upper end.
 
     Attributes:
-        half_life_samples: samples after which a step counts half.
-        total, total_squared: sums of d W and of (d W)^2 over the steps, where d = 2^(-age / half-life).
-        trace, squared_norm: the averages of S and of G2.
-        trace_variance, squared_norm_variance, covariance: those of the averages.
-        samples_total: sum of d times the samples of the step, to convert weights into samples.
+        half_life_samples: samples after which a step counts half. total, total_squared, samples_total: sums of d W, of (d W)^2
+        and of d times the samples of a step, d = 2^(-age / half-life). trace, squared_norm: the averages of S and of G2, whose
+        variances and covariance the other attributes are.
 
     Example:
         >>> noise = NoiseScale(half_life_samples=1000)
@@ -133,14 +113,7 @@ class NoiseScale:
         return asdict(self)
 
     def update(self, *, samples: int, weight: float, trace: float, squared_norm: float) -> None:
-        """Add a step. One whose values are not finite, or without weight, only ages the others.
-
-        Args:
-            samples: samples of the step.
-            weight: W, its total weight.
-            trace: S.
-            squared_norm: G2.
-        """
+        """Add a step of weight W, with S and G2. One whose values are not finite, or without weight, only ages the others."""
         decay = 2.0 ** (-samples / self.half_life_samples)
         counts = weight > 0 and math.isfinite(weight) and math.isfinite(trace) and math.isfinite(squared_norm)
         w = weight if counts else 0.0
@@ -213,14 +186,7 @@ def measured_noise(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping
 
 
 def default_half_life(plan: RampPlan) -> float:
-    """Return the half-life in samples with which a run averages, if none is given.
-
-    Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> splitter = BatchSplitter(data_parallel_size=1)
-        >>> default_half_life(RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=1, total_steps=900))
-        360.0
-    """
+    """Return the half-life in samples with which a run averages, if none is given."""
     first = max(plan.reserved_sizes[:1] or plan.ramp.sizes)
     samples = first * plan.total_steps if plan.reserved_sizes else plan.consumed_samples
     samples = samples if plan.budget_samples is None else plan.budget_samples  # total_steps would change as the batch grows
@@ -228,10 +194,7 @@ def default_half_life(plan: RampPlan) -> float:
 
 
 def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
-    """Return an error for every phase whose batch is a single block, so that its noise cannot be measured.
-
-    The replicas are copies of the parameters; each adds up its own gradients.
-    """
+    """Return an error for every phase whose batch is a single block, so that its noise cannot be measured."""
     found = []
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         if num_replicas * split.num_microbatches >= 2:

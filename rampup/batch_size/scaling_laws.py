@@ -1,10 +1,9 @@
 """Published scaling laws for the batch size of language-model pre-training: how large it may be, before any run.
 
-Two different quantities have laws. The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* laws say
-what a larger batch costs, in one definition here: with D_min the tokens that a very small batch needs for a loss, a batch B
-needs D_min * (1 + B / B_100%) (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So B_100% needs twice the tokens, and
-0.2 * B_100% needs 20% more. The laws were fitted on other data, tokenizers, optimizers and schedules, so their spread is part
-of the answer.
+The *optimal* batch reaches the lowest loss with a number of tokens. The *critical* laws say what a larger batch costs, in one
+definition here: with D_min the tokens that a very small batch needs for a loss, a batch B needs D_min * (1 + B / B_100%)
+(McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). So B_100% needs twice the tokens, and 0.2 * B_100% needs 20% more.
+The laws were fitted on other data, tokenizers, optimizers and schedules, so their spread is part of the answer.
 """
 
 from __future__ import annotations
@@ -124,30 +123,12 @@ NO_RATES = "--params adds the peak learning rate of each batch"
 def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, tuned: str | None = None) -> dict[str, Any]:
     """Return the batch sizes that published scaling laws give for a run, as `rampup suggest --train-tokens --json` prints them.
 
-    Args:
-        train_tokens: tokens of the run, such as `"300B"`: those that a small batch would need.
-        params: parameters of the model, such as `"7B"`; of a mixture of experts, those active per token. None leaves out the
-            laws that need them.
-        tuned: a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`. Each law then has the rate
-            for its batch by the square-root rule (Malladi et al. 2022, arXiv 2205.10287).
-
-    Raises:
-        RampupError: a number is not a whole number from 1 to 10**18, or `tuned` is no such pair; all problems at once.
-
-    Example:
-        >>> found = suggest_batch("20B", "1B")
-        >>> found["optimal_batch_tokens"], found["critical_batch_tokens"]
-        ([441892, 1484335], [651867, 1232478])
-        >>> found["laws"][-1]["batch_tokens_at_overhead"], found["laws"][-1]["steps_at_overhead"]
-        ({'5%': 162967, '20%': 651867, '100%': 3259335}, {'5%': 128860, '20%': 36817, '100%': 12272})
+    `tuned` is a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`: each law then has the rate
+    for its batch by the square-root rule (Malladi et al. 2022, arXiv 2205.10287).
     """
     d, n, pair = _numbers(train_tokens, params, tuned)
     known = [law for law in LAWS if n is not None or not law.needs_params]
     rows = [_evaluate(law, d, n, pair) for law in known]
-    for row in rows:
-        # A law without a rate of its own has that of Step Law, for its batch.
-        if n is not None and "learning_rate" not in row:
-            row |= {"learning_rate": STEP_LAW.rate_at(_advised(row), d, n), "learning_rate_formula": BORROWED_RATE}
     optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
     critical = [row["batch_tokens_at_overhead"][ADVISED] for row in rows if row["kind"] == "critical"]
     notes = list(NOTES)
@@ -158,21 +139,13 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     notes.append(RATES if n is not None else NO_RATES)
     if pair is None:
         notes.append("--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned")
-    ranges = {
-        f"{kind}_batch_tokens": [min(sizes), max(sizes)] for kind, sizes in (("optimal", optimal), ("critical", critical))
-    }
-    return {"train_tokens": d, "params": n, "laws": rows, **ranges, "notes": notes}
+    ranges = {"optimal": optimal, "critical": critical}
+    found = {"train_tokens": d, "params": n, "laws": rows}
+    return found | {f"{kind}_batch_tokens": [min(sizes), max(sizes)] for kind, sizes in ranges.items()} | {"notes": notes}
 
 
 def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
-    """Return a sentence about a batch above all laws that need the tokens of the run only; nothing if one has it or more.
-
-    Example:
-        >>> batch_notes(10**9, 2 * 10**6)[0][:71]
-        'a batch of 2,000,000 tokens is above all published laws for a run of 1,'
-        >>> batch_notes(10**9, 10**6)
-        ()
-    """
+    """Return a sentence about a batch above all laws that need the tokens of the run only; nothing if one has it or more."""
     sizes = {law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params}
     largest = max(sizes)
     if batch_tokens <= largest:
@@ -184,7 +157,7 @@ def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
 
 
 def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None) -> dict[str, Any]:
-    """Return a law's row for D tokens and N parameters."""
+    """Return a law's row for D tokens and N parameters; one without a rate of its own has that of Step Law, for its batch."""
     size = max(round(law.batch_tokens(d, n or 0)), 1)
     row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
     if law.overhead is None:
@@ -194,11 +167,12 @@ def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] |
         row["batch_tokens_at_overhead"] = sizes
         row["steps_at_overhead"] = {name: round(d * (1 + share) / sizes[name]) for name, share in OVERHEADS.items()}
     row |= {"formula": law.formula, "source": law.source}
-    if law.learning_rate is not None and n is not None:
-        row |= {"learning_rate": law.learning_rate(d, n), "learning_rate_formula": law.rate_formula}
+    if n is not None:
+        rate = STEP_LAW.rate_at(_advised(row), d, n) if law.learning_rate is None else law.learning_rate(d, n)
+        row |= {"learning_rate": rate, "learning_rate_formula": law.rate_formula or BORROWED_RATE}
     if tuned is not None:
-        rate, batch = tuned
-        row["learning_rate_from_tuned"] = rate * (_advised(row) / batch) ** 0.5
+        tuned_rate, batch = tuned
+        row["learning_rate_from_tuned"] = tuned_rate * (_advised(row) / batch) ** 0.5
     return row
 
 
