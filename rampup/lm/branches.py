@@ -1,8 +1,8 @@
 """Train branches of a run from one of its checkpoints, to find its critical batch size: `rampup critical`.
 
-`rampup.batch_size.critical` judges them. The branches are the phases of one plan, one after the other, and each phase reads the
-same samples: the training step, its data and its compilation are those of any ramp. The run's folder is only read. Evaluations
-and checkpoints of the branches are in a folder next to it, from which an interrupted measurement resumes.
+The branches are the phases of one plan, one after the other, and each phase reads the same samples: step, data and compilation
+are those of any ramp. The run's folder is only read. Evaluations and checkpoints of the branches are in a folder next to it,
+from which an interrupted measurement resumes. `rampup.batch_size.critical` judges the branches.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, unconstrained
 from rampup.loop.checkpoint import (
     CHECKSUMS_FILE,
     CheckpointOptions,
@@ -95,8 +95,7 @@ class CriticalBatch:
             of every branch that was not stopped. If not, the next three are None.
         critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
         bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was tried, else `exact`.
-        batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's
-            `batch_size_schedule_unit`.
+        batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's unit.
         gain: nats by which the window lowered the loss of the smallest branch; None if that is not finite.
         deciding_tokens: tokens of a window that could decide, if this one could not and it can be estimated.
         half_window_size: what the first half of the window shows, in samples, if it contradicts the whole.
@@ -106,7 +105,7 @@ class CriticalBatch:
         noise_scale_samples: the gradient noise scale that the run last measured before the checkpoint, or None.
         num_compilations: executables built for the training step.
         folder: the folder of the measurement.
-        smaller: multiples that can be tried below that of the smallest branch: its half and its quarter, if they are legal.
+        smaller: the half and the quarter of the smallest multiple, if they are legal.
     """
 
     step: int
@@ -128,11 +127,13 @@ class CriticalBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as `rampup critical --json` prints it."""
-        names = ("global_batch_size", "loss", "standard_error", "stopped")
+        names = ("global_batch_size", "loss", "standard_error", "stopped", "token_overhead")
         branches = [
-            {"multiple": plain_number(branch.multiple)}
-            | {name: getattr(branch, name) for name in names}
-            | {"token_overhead": branch.token_overhead, "learning_rate": rate}
+            {
+                "multiple": plain_number(branch.multiple),
+                **{name: getattr(branch, name) for name in names},
+                "learning_rate": rate,
+            }
             for branch, rate in zip(self.branches, self.learning_rates, strict=True)
         ]
         names = ("decisive", "critical_batch_size", "bound", "batch_size_schedule", "tolerance", "gain")
@@ -173,7 +174,7 @@ def find_critical_batch_size(
     """Find the critical batch size of a run of `rampup train` by training branches from one of its checkpoints.
 
     Each branch has the run's batch times a multiple, and the run's learning rate at the checkpoint, held constant, times the
-    square root of the multiple with AdamW, or the multiple with SGD. The run's folder is only read, so the run may be training.
+    square root of the multiple with AdamW, or the multiple with SGD. The run may be training: its folder is only read.
 
     Args:
         run: the folder of the run.
@@ -196,12 +197,8 @@ def find_critical_batch_size(
     folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
-    lines = list(read_lines(folder / METRICS_FILE))
-    curve = [
-        (line["consumed_samples"], line["loss"])
-        for line in lines
-        if line["step"] < step and isinstance(line.get("loss"), float)
-    ]
+    lines = [line for line in read_lines(folder / METRICS_FILE) if line["step"] < step]
+    curve = [(line["consumed_samples"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
     branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
     # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
@@ -221,26 +218,27 @@ def find_critical_batch_size(
         curves, checkpoint = _train_branches(branches, folder, work, tolerance, report)
     position = branches.run_plan.position(step)
     verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
-    unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
     size = window.sizes[verdict.critical]
-    noise = [noise for line, noise in measured_noise(lines) if line["step"] < step]
-    ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
-    phases = [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases]
+    answer: dict[str, Any] = dict.fromkeys(("critical_batch_size", "bound", "batch_size_schedule"))
+    if verdict.decisive:
+        ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
+        phases = [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases]
+        unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
+        answer = {"critical_batch_size": size, "bound": critical_bound(window.sizes, size)}
+        answer |= {"batch_size_schedule": format_schedule(phases, tokens_per_sample=unit)}
     deciding, earlier = verdict.deciding_samples, verdict.earlier
     found = CriticalBatch(
         step=step,
         branches=verdict.branches,
         decisive=verdict.decisive,
-        critical_batch_size=size if verdict.decisive else None,
-        bound=critical_bound(window.sizes, size) if verdict.decisive else None,
-        batch_size_schedule=format_schedule(phases, tokens_per_sample=unit) if verdict.decisive else None,
+        **answer,
         gain=verdict.gain,
         deciding_tokens=None if deciding is None else deciding * config.max_target_length,
         half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
         tolerance=verdict.tolerance,
         tokens=window.samples * config.max_target_length,
-        noise_scale_samples=noise[-1] if noise else None,
+        noise_scale_samples=next((noise for _, noise in measured_noise(reversed(lines))), None),
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
         smaller=_legal_multiples(branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)),
@@ -279,10 +277,9 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
 
 
 class _Branches:
-    """Everything that trains and evaluates the branches, built once.
+    """The plan, setup and loaders of all branches, one after the other; `run_plan` and `run_shapes` are those of the run.
 
-    One plan, one setup and one loader serve all branches, one after the other. `run_plan` and `run_shapes` are those of the
-    run, and `identity` has the values that a measurement must share with the one that it resumes.
+    `identity` has the values that a measurement must share with the one that it resumes.
     """
 
     def __init__(
@@ -305,7 +302,7 @@ class _Branches:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
         promising = samples_for_gain(curve, position.consumed_samples)
         self.window = window = BranchWindow.of(batch, multiples, samples, promising=promising)
-        splitter = replace(run_plan.splitter, **_OWN_SPLITS)
+        splitter = unconstrained(run_plan.splitter)
         for multiple, size in zip(window.multiples, window.sizes, strict=True):
             if not splitter.allows(size):
                 raise batch_error(splitter, size, f"multiple {multiple} of the run's batch", key="multiples")
@@ -406,15 +403,10 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-# What the branches set in the rule that splits the run's batches.
-_OWN_SPLITS = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1, "tick_overhead": None}
-_OWN_SPLITS |= {"whole_batch": False}
-
-
 def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
     """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
     batch = run_plan.position(step).split.global_batch_size
-    splitter = replace(run_plan.splitter, **_OWN_SPLITS)
+    splitter = unconstrained(run_plan.splitter)
     sizes = {multiple: multiple * batch for multiple in multiples}
     return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
 

@@ -1,7 +1,7 @@
 """Decoding with a cache of keys and values, and packed rows, for the language model.
 
-A row is a prompt and its response without a gap, then padding, so a position is the same number with and without the cache. The
-cache has one slot per position. A slot beyond a row's newest token may contain anything: it is masked until it is written.
+A row is a prompt and its response without a gap, then padding: a position is the same number with and without the cache. The
+cache has one slot per position, which may contain anything, and is masked, until it is written.
 
 Shape suffixes as in `rampup.lm.transformer`; P positions of a padded prompt, S slots of the cache.
 """
@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rampup.lm.attention import masked_attention
-from rampup.lm.transformer import Block, LanguageModel, rotate
+from rampup.lm.transformer import Block, LanguageModel, masked_attention, rotate
 
 
 class Cache(NamedTuple):
@@ -29,9 +28,9 @@ class Cache(NamedTuple):
 def prefill(
     model: LanguageModel, params: Mapping[str, Any], tokens_BP: jax.Array, length_B: jax.Array, num_slots: int
 ) -> tuple[jax.Array, Cache]:
-    """Read prompts, padded after their end, and return the logits (B, V) of the token after each one and the cache.
+    """Read prompts of at least one token, padded after their end; return the logits (B, V) of the next token and the cache.
 
-    Prompts have at least one token. `num_slots`, S, is the tokens of the longest prompt plus those to generate.
+    `num_slots`, S, is the tokens of the longest prompt plus those to generate.
     """
     B, P = tokens_BP.shape
     positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
@@ -53,10 +52,7 @@ def prefill(
 def decode(
     model: LanguageModel, params: Mapping[str, Any], cache: Cache, token_B: jax.Array, position_B: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Read one token per row, at its position, and return the logits (B, V) of the next one and the cache with it.
-
-    The cache is that of `prefill` or of the last call, and has the tokens before `position_B`.
-    """
+    """Read one token per row, at its position; return the logits (B, V) of the next one and the cache with it."""
     num_slots = cache.keys.shape[2]
     slots_BS = jnp.arange(num_slots) == position_B[:, None]
     seen = (jnp.arange(num_slots) <= position_B[:, None])[:, None, None, None, :]
@@ -79,10 +75,7 @@ def decode(
 def packed_hidden(
     model: LanguageModel, params: Mapping[str, Any], tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array
 ) -> jax.Array:
-    """Return the output of the last layer (B, T, E) for rows that contain several sequences.
-
-    A token has a position in its own sequence, and attends to earlier ones of the same number in `segments_BT`.
-    """
+    """Return the output of the last layer (B, T, E) for rows of several sequences, numbered by `segments_BT`."""
     T = tokens_BT.shape[1]
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
     mask = same[:, None, None]

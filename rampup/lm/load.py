@@ -73,22 +73,16 @@ class LoadedRun:
             ConfigError: the run has no language model of bytes, or an argument is out of range.
         """
         if self.model is None or self.context is None:
-            raise ConfigError(
-                f"{self.folder} is of a training loop of your own, so that rampup does not know its model and cannot sample "
-                "from it; call your model with `params`",
-                key="run_name",
-            )
+            problem = f"{self.folder} is of a training loop of your own, so that rampup does not know its model"
+            raise ConfigError(f"{problem} and cannot sample from it; call your model with `params`", key="run_name")
         kind = getattr(self.config, "dataset_type", None)
         if kind in ("tokens", "arrayrecord"):
             problem = f"the run has dataset_type={kind}: a tokenizer that rampup does not know made its tokens"
             fix = "turn text into tokens yourself and call `model` of rampup.load, or train with dataset_type=text"
             raise ConfigError(f"{problem}, so it cannot read or write text; {fix}", key="dataset_type", nearest=("text",))
         if self.model.vocab_size < 256:
-            raise ConfigError(
-                f"the run has vocab_size={self.model.vocab_size}, but text has 256 different bytes, each of which is a token",
-                key="vocab_size",
-                nearest=(256,),
-            )
+            rule = f"the run has vocab_size={self.model.vocab_size}, but text has 256 different bytes, each of which is a token"
+            raise ConfigError(rule, key="vocab_size", nearest=(256,))
         limits = (
             (1 <= num_tokens <= MAX_TOKENS, "tokens", num_tokens, f"from 1 to {MAX_TOKENS:,}"),
             (0 <= temperature < float("inf"), "temperature", temperature, "at least 0"),
@@ -114,22 +108,18 @@ class LoadedRun:
 def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
     """Return the folders of the run and of the checkpoint that a path names; see `rampup.load`."""
     path = absolute_path(path, follow=False)
-    run = path
-    if path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal():
-        run = path.parent.parent
-    elif path.name == CHECKPOINT_FOLDER:
-        run = path.parent
-    folder = run / CHECKPOINT_FOLDER
+    is_checkpoint = path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal()
+    folder = path.parent if is_checkpoint else path if path.name == CHECKPOINT_FOLDER else path / CHECKPOINT_FOLDER
     if not path.is_dir() or not checkpoint_steps(folder):
         fix = "name the folder of a run or one of its checkpoints"
         raise ConfigError(f"there is no checkpoint in {path}; {fix}", key="run_name")
-    if path.parent == folder:
+    if is_checkpoint:
         if problem := damage(path):
             raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")
-        return run, path
+        return folder.parent, path
     saved = find_checkpoint(folder)
     assert saved is not None
-    return run, folder / str(saved.step)
+    return folder.parent, folder / str(saved.step)
 
 
 def load_run(run: Path, folder: Path) -> LoadedRun:

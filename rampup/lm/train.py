@@ -1,7 +1,6 @@
 """The byte-level language model that `rampup train` trains.
 
-Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` takes the
-configuration, finds the checkpoint to resume from, and does the rest.
+Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` does it all.
 """
 
 from __future__ import annotations
@@ -47,9 +46,11 @@ from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary, keep_config, run_in_folder
 from rampup.loop.metrics import TENSORBOARD_FOLDER, MetricOptions, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.loop.run_folder import as_path
+from rampup.plan.numbers import AUTO
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
 
 # The key of a checkpoint's record for what its ramp is built from; that of an `auto` ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
@@ -64,9 +65,6 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
         config: the configuration.
         on_event: called with every event of the run; see `rampup.loop.events`.
         should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does.
-
-    Returns:
-        The result of the run.
 
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
@@ -115,8 +113,7 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
 class TrainSetup:
     """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
-    Another plan of as many stages and repeats can take the place of `plan`. Pipeline stages store the layers in `layer_order`;
-    checkpoints have them in their natural order. A training state is that of `step.tx`, which may wrap `tx`.
+    Another plan of as many stages and repeats can take the place of `plan`. A training state is that of `step.tx`.
     """
 
     config: Config
@@ -124,8 +121,8 @@ class TrainSetup:
     mesh: Mesh
     model: LanguageModel
     param_shardings: Any
-    layer_order: np.ndarray
-    tx: optax.GradientTransformation
+    layer_order: np.ndarray  # in which pipeline stages store the layers
+    tx: optax.GradientTransformation  # which `step.tx` may wrap
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -164,9 +161,8 @@ class TrainSetup:
             or config.measure_gradient_noise
             or (config.shard_optimizer_over_data and self.mesh.shape[DATA] > 1)
         ):
-            # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of
-            # them over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters, as it does
-            # for a loss that sees whole batches.
+            # The noise is measured on the whole gradients of a microbatch, and parts of them over the replicas may cut the
+            # dimension that fsdp shards. So the compiler gathers the parameters, as it does for whole batches.
             loss = AccumulatedLoss(model.loss)
         else:
             loss = model.sharded_loss(self.mesh)
@@ -236,10 +232,9 @@ class TrainSetup:
         return jax.tree.map(shape_of, state, self._state_shardings(state))
 
     def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return two functions of states like `state`: one puts the layers into their natural order, the other one back.
+        """Return functions of states like `state` that put the layers into their natural order, and back.
 
-        Checkpoints have the natural order, so that a run can resume with another number of pipeline stages. Every array keeps
-        its sharding, and stays in host or device memory.
+        Checkpoints have the natural order, so that a run can resume with another number of pipeline stages.
         """
         if (self.layer_order == np.arange(len(self.layer_order))).all():
             return lambda state: state, lambda state: state
@@ -268,7 +263,7 @@ class Run:
         saved: the checkpoint from which it resumes, or None.
         data: fingerprints of the files with training data.
         evaluation: when to evaluate, and how; None = never.
-        writers: see `metric_writers`.
+        writers: the metric writers for a folder and a first step.
     """
 
     setup: TrainSetup
@@ -282,10 +277,7 @@ class Run:
     def from_config(cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None) -> Self:
         """Build a run on all devices, and check everything that can be checked. Nothing is written.
 
-        Args:
-            config: the configuration.
-            plan: its plan, from `build_plan` or, with a checkpoint, `plan_to_resume`.
-            saved: the checkpoint from which to resume.
+        The plan is from `build_plan` or, with a checkpoint from which to resume, from `rampup.config.resume.plan_to_resume`.
 
         Raises:
             RampupError: the configuration cannot be run here, or the processes have different configurations or data.
@@ -353,15 +345,7 @@ class Run:
         return cls(setup=setup, saved=saved, loader=loader, data=data, evaluation=evaluation, writers=metric_writers(config))
 
     def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
-        """Train in the run's folder, to the plan's end or to SIGTERM.
-
-        Args:
-            on_event: called with every event of the run, in process 0 only.
-            should_stop: see `train`.
-
-        Raises:
-            RampupError: see `Loop`.
-        """
+        """Train in the run's folder, to the plan's end or to SIGTERM, with events in process 0 only; see `rampup.train`."""
         config = self.setup.config
 
         def make(found: SavedCheckpoint | None) -> Run:
@@ -376,9 +360,8 @@ class Run:
     def train_in(self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]) -> Summary:
         """Train in a folder that this process owns, see `run_in_folder`."""
         setup = self.setup
-        config = self.setup.config
-        plan = self.setup.plan
-        saved = self.saved
+        config = setup.config
+        plan = setup.plan
         on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
@@ -387,11 +370,13 @@ class Run:
             half_life = config.gradient_noise_half_life_samples
             noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
             if plan.auto_schedule is not None:
-                half_life = noise.half_life_samples
-                rows = plan.ramp.to_rows()
-                sizes, mode = plan.reserved_sizes, plan.auto_schedule
-                waste = config.auto_max_waste
-                auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows, max_waste=waste)
+                auto = AutoSchedule(
+                    sizes=plan.reserved_sizes,
+                    mode=plan.auto_schedule,
+                    half_life_samples=noise.half_life_samples,
+                    rows=plan.ramp.to_rows(),
+                    max_waste=config.auto_max_waste,
+                )
         rate = learning_rate(config, plan)
 
         def rate_now() -> LearningRate:
@@ -439,42 +424,36 @@ class Run:
             on_event=on_event,
             should_stop=should_stop,
         )
-        known = None if saved is None else ramp_before(saved.record)
+        known = None if self.saved is None else ramp_before(self.saved.record)
         ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
-        state, start = loop.restore(state, saved, ramp_before=ramp)
+        state, start = loop.restore(state, self.saved, ramp_before=ramp)
         if start < plan.total_steps:
             keep_config(config, folder)
         _, summary = loop.train(state, start)
         return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
 
 
+def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
+    """Return the rule that splits a run's batches without the configuration's own microbatch and accumulation."""
+    own = {"microbatch_size": AUTO, "gradient_accumulation_steps": 1, "rampup_microbatch": "fixed", "whole_batch": False}
+    return replace(splitter, **own, tick_overhead=None)
+
+
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    return LearningRate.from_config(
-        config,
-        plan,
-        peak=config.learning_rate,
-        decay_fraction=config.wsd_decay_steps_fraction,
-        decay_style=config.wsd_decay_style,
-    )
+    decay = {"decay_fraction": config.wsd_decay_steps_fraction, "decay_style": config.wsd_decay_style}
+    return LearningRate.from_config(config, plan, peak=config.learning_rate, **decay)
 
 
 def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = None) -> optax.GradientTransformation:
-    """Return the optimizer that the configuration describes; its constants follow the batches of the rate's plan.
-
-    Their length is that of `run_plan`, by default the rate's.
-    """
+    """Return the optimizer, whose constants follow the batches of the rate's plan and the length of `run_plan`."""
     scaling = adam_scaling(config, run_plan or rate.plan)
     adam = AdamSchedule.from_scaling(rate.plan, adam_base(config), scaling) if scaling.is_active else None
     return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam, matrices=matrices)
 
 
 def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:
-    """Return the hyperparameters of every phase by key, as `rampup plan --hyperparameters --json` prints them.
-
-    All are of the first step of the phase. `peak_learning_rate` leaves warm-up and decay out, but not Seesaw's cuts.
-    `adam_b2_half_life_tokens` are the tokens after which a gradient has half of its weight in AdamW's second moment.
-    """
+    """Return the hyperparameters at the first step of every phase, as `rampup plan --hyperparameters --json` prints them."""
     rate = learning_rate(config, plan)
     constants = hyperparameters(config, plan)
     rows = []
@@ -485,7 +464,7 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
         row = {
             "learning_rate_scale": segment.scale,
             "learning_rate": rate.at(phase.start_step),
-            "peak_learning_rate": config.learning_rate * segment.scale * level,
+            "peak_learning_rate": config.learning_rate * segment.scale * level,  # without warm-up and decay
         }
         if config.opt_type == "adamw":
             steps = math.log(0.5) / math.log(adam.b2) if adam.b2 else 0.0

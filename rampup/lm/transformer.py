@@ -1,6 +1,8 @@
 """A decoder-only Transformer in Flax, its layers stacked so that they can be scanned, sharded and pipelined.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer.
+Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer. Attention is of plain arrays,
+or on TPU by JAX's splash attention kernel.
+
 Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query heads per key/value head, D head width,
 S positions attended to, F feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C columns of one tile, P parts
 of the vocabulary on several devices.
@@ -22,23 +24,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import AccumulatedLoss
-from rampup.engine.mesh import FSDP, STAGE, TENSOR, constrain, manual_size, replicated
+from rampup.engine.mesh import FSDP, STAGE, TENSOR, auto_view, constrain, manual_size, replicated
 from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.zero import gather
 from rampup.errors import ConfigError
-from rampup.lm.attention import attend
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 
+# The attention kernel works on whole tiles of positions, of the largest of these sizes that divides the sequence.
+TILES = (512, 256, 128)
 # Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
 GATHERED = "gathered_weights"
 # The names of a layer's activations.
 _QKV = ("query_proj", "key_proj", "value_proj")
-_CONTEXT = "context"
-_OUT = "out_proj"
-_GATE_UP = "mlpwi"
+_CONTEXT, _OUT, _GATE_UP = ("context", "out_proj", "mlpwi")
 _save = jax.checkpoint_policies.save_only_these_names
-# Names and meanings are MaxText's: what the backward pass finds and does not compute again. A layer's last matrix product is a
-# part of the input of the next layer, which is always kept, so that two of these policies are the same here.
+# Names and meanings are MaxText's: what the backward pass finds and does not compute again. The input of a layer is always
+# kept.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
@@ -53,12 +54,9 @@ KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dot
 # From queries, keys and values of one layer to the mixed values (B, T, H, D) and anything else.
 Mixer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 _LAYER_SPECS = {
-    "query": (FSDP, TENSOR, None),
-    "key": (FSDP, TENSOR, None),
-    "value": (FSDP, TENSOR, None),
+    **dict.fromkeys(("query", "key", "value"), (FSDP, TENSOR, None)),
     "out": (TENSOR, None, FSDP),
-    "gate": (FSDP, TENSOR),
-    "up": (FSDP, TENSOR),
+    **dict.fromkeys(("gate", "up"), (FSDP, TENSOR)),
     "down": (TENSOR, FSDP),
 }
 # The matrices of a layer for Muon: which dimensions are those of their input and of their output, after that of the layers.
@@ -89,9 +87,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None, mixer: Mixer | None = None) -> Any:
-        """Return the layer's output. `keys_B`, one random key per row, turns dropout on.
+        """Return the layer's output; with a `mixer` instead of causal attention, also its second result.
 
-        A `mixer` takes the place of causal attention. Its second result is then returned together with the output.
+        `keys_B`, one random key per row, turns dropout on.
         """
         model, width = self.model, x_BTE.shape[-1]
         head_dim = width // model.num_heads
@@ -129,26 +127,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """The sizes of a model, and its functions.
-
-    Attributes:
-        num_layers, width, mlp_dim, num_heads, num_kv_heads, vocab_size: L, E, F, H, G and V.
-        tied: use the embedding as the output layer.
-        dropout_rate: fraction of the output of each part of a layer that training drops.
-        dtype: dtype of the activations, `float32` or `bfloat16`.
-        param_dtype: dtype of the parameters.
-        remat_policy: one of `REMAT_POLICIES`.
-        scan_layers: run the layers in a loop, so that the time to compile does not grow with their number. False repeats them.
-        attention: see `rampup.lm.attention.attend`.
-        num_vocab_tiling: number of vocabulary tiles; the loss holds the logits of one tile at a time.
-        activations: sharding of the activations (B, T, E) of one replica, or None to leave it to the compiler.
-
-    Example:
-        >>> model = LanguageModel(num_layers=1, width=8, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=11)
-        >>> params = model.init(jax.random.key(0))
-        >>> model.logits(params, jnp.zeros((3, 5), jnp.int32)).shape, model.num_parameters
-        ((3, 5, 11), 776)
-    """
+    """The sizes of a model, L, E, F, H, G and V, and its functions."""
 
     num_layers: int
     width: int
@@ -156,15 +135,15 @@ class LanguageModel:
     num_heads: int
     num_kv_heads: int
     vocab_size: int
-    tied: bool = False
-    dropout_rate: float = 0.0
-    dtype: str = "float32"
+    tied: bool = False  # use the embedding as the output layer
+    dropout_rate: float = 0.0  # fraction of the output of each part of a layer that training drops
+    dtype: str = "float32"  # of the activations
     param_dtype: str = "float32"
-    remat_policy: str = "none"
-    scan_layers: bool = True
-    attention: str = "dot_product"
-    num_vocab_tiling: int = 1
-    activations: NamedSharding | None = None
+    remat_policy: str = "none"  # one of `REMAT_POLICIES`
+    scan_layers: bool = True  # in a loop, so that the time to compile does not grow with the number of layers
+    attention: str = "dot_product"  # see `attend`
+    num_vocab_tiling: int = 1  # the loss holds the logits of one of these tiles of the vocabulary at a time
+    activations: NamedSharding | None = None  # (B, T, E) of one replica; None leaves it to the compiler
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
@@ -178,11 +157,10 @@ class LanguageModel:
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def flops_per_sample(self, length: int) -> int:
-        """Return the floating-point operations of a training step on one sample of `length` tokens.
+        """Return the floating-point operations of a training step on one sample, after Chowdhery et al., "PaLM", 2022, appendix
+        B.
 
-        For each token, 6 for each parameter of a matrix product and 12 · layers · width · length for its attention
-        (Chowdhery et al., "PaLM", 2022, appendix B). Activations that `remat_policy` recomputes are not counted, and causal
-        attention counts as much as full attention.
+        Activations that `remat_policy` recomputes are not counted, and causal attention counts as much as full attention.
         """
         # An embedding look-up is no matrix product, and norms are too small to count.
         looked_up = 0 if self.tied else self.vocab_size * self.width
@@ -278,10 +256,7 @@ class LanguageModel:
         return params["embedding"].T if self.tied else params["head"]
 
     def _gather(self, weights: jax.Array, axis: int) -> jax.Array:
-        """Return weights for use, in the type of the activations and whole along the fsdp axis.
-
-        The gradient of a gather is a reduce-scatter, so each device gets that of its own part.
-        """
+        """Return weights for use, in the type of the activations and whole along the fsdp axis."""
         weights = weights.astype(self.dtype)
         if manual_size(FSDP) == 1:
             return weights
@@ -302,17 +277,16 @@ class LanguageModel:
         return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
 
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
-        """Return the loss for a mesh with an fsdp axis.
+        """Return the loss that gathers each layer's weights over fsdp where it uses them and reduce-scatters their gradients.
 
-        It gathers each layer's weights where it uses them and reduce-scatters their gradients, on the rows of one device. Left
-        to itself, the compiler may gather the activations of all rows. Without an fsdp axis it is `loss`.
+        Left to itself, the compiler may gather the activations of all rows. Without an fsdp axis it is `loss`.
         """
         return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
         """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers.
 
-        For its backward pass, a stage keeps of a microbatch besides its input `nothing`, or `dots`: results of matrix products.
+        Besides its input, a stage keeps of a microbatch for its backward pass what `KEEP_POLICIES` says.
         """
 
         def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array) -> jax.Array:
@@ -328,10 +302,7 @@ class LanguageModel:
         return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, remat_policy=KEEP_POLICIES[keep])
 
     def on(self, mesh: Mesh) -> LanguageModel:
-        """Return the model for a mesh: activations are sharded by rows over fsdp and replicated otherwise.
-
-        The model then runs on the rows of one replica. The training step handles data parallelism.
-        """
+        """Return the model for the rows of one replica of a mesh: activations are sharded by rows over fsdp."""
         return replace(self, activations=NamedSharding(mesh, PartitionSpec(FSDP)))
 
     def shardings(self, mesh: Mesh) -> dict[str, Any]:
@@ -373,11 +344,66 @@ class LanguageModel:
         return shardings
 
 
-def rotate(x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None) -> jax.Array:
-    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), by default at positions from 0 on.
+def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str, mesh: Mesh | None) -> jax.Array:
+    """Return the causal attention of each query, (B, T, H, D), by the kernel on TPUs unless the kind is `dot_product`.
 
-    Positions are below `length`. They get the numbers that whole sequences get.
+    Plain attention keeps the logits of all pairs of positions, and the kernel, on whole tiles of positions, those of a tile.
+    `mesh` has the devices that the program is compiled for, or is None if they are not known.
     """
+    on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
+    if kind == "dot_product" or not on_tpu or q_BTHD.shape[1] % TILES[-1]:
+        return causal_attention(q_BTHD, k_BTGD, v_BTGD)
+    assert mesh is not None
+    # XLA cannot partition a kernel: it runs in a function that is manual over every axis, also over those of size 1.
+    context = jax.sharding.get_abstract_mesh()
+    automatic = {str(name) for name in mesh.axis_names} - {*context.manual_axes}
+    if not automatic:
+        return splash_attention(q_BTHD, k_BTGD, v_BTGD)
+    spec = PartitionSpec(*(name if name in automatic else None for name in (FSDP, "", TENSOR)))
+    run = jax.shard_map(
+        splash_attention,
+        mesh=None if context.manual_axes else auto_view(mesh),
+        axis_names=automatic,
+        in_specs=(spec, spec, spec),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return run(q_BTHD, k_BTGD, v_BTGD)
+
+
+def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
+    """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
+    return masked_attention(q_BTHD, k_BTGD, v_BTGD, np.tril(np.ones((q_BTHD.shape[1],) * 2, bool)))
+
+
+def masked_attention(q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, mask_TS: Any) -> jax.Array:
+    """Return softmax(q k / sqrt(D)) v over the positions that a mask allows, which is broadcast to (B, G, N, T, S)."""
+    B, T, H, D = q_BTHD.shape
+    q_BTGND = q_BTHD.reshape(B, T, k_BSGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
+    logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BSGD)
+    logits_BGNTS = logits_BGNTS.astype(jnp.promote_types(logits_BGNTS.dtype, jnp.float32))
+    weights_BGNTS = jax.nn.softmax(jnp.where(mask_TS, logits_BGNTS, -jnp.inf), axis=-1).astype(v_BSGD.dtype)
+    return jnp.einsum("bgnts,bsgd->btgnd", weights_BGNTS, v_BSGD).reshape(B, T, H, D)
+
+
+def splash_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Return the same as `causal_attention` of the arrays of one device, by JAX's splash attention. T is a multiple of 128."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    _, length, num_heads, D = q_BTHD.shape
+    tile = next(size for size in TILES if length % size == 0)
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    tiles = splash_attention_kernel.BlockSizes(**dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), tile))
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * num_heads)
+    options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
+    kernel = splash_attention_kernel.make_splash_mha(mask, block_sizes=tiles, **options)
+    heads_first = [x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)]
+    mixed_BHTD: jax.Array = jax.vmap(kernel)(*heads_first)
+    return mixed_BHTD.transpose(0, 2, 1, 3)
+
+
+def rotate(x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None) -> jax.Array:
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), at positions below `length` or from 0 on."""
     half = x_BTHD.shape[-1] // 2
     angle_TD = np.arange(length or x_BTHD.shape[1])[:, None] * 10_000 ** (-np.arange(half) / half)
     tables = [jnp.asarray(f(angle_TD), x_BTHD.dtype) for f in (np.cos, np.sin)]
@@ -404,12 +430,11 @@ def tiled_cross_entropy(
     prepare: Callable[[jax.Array], jax.Array],
     num_parts: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return `cross_entropy` of the logits x @ kernel, holding the logits of one tile of the vocabulary at a time.
+    """Return `cross_entropy` of the logits x @ prepare(kernel), holding those of one tile of the vocabulary at a time.
 
-    The backward pass computes each tile again, one more matrix product. The tiles are of the vocabulary and not of the
-    positions, so that each tile of the kernel is gathered, and its gradient reduced, only once. x is the normalized output of
-    the last layer, and `prepare` converts a part (E, ...) of the stored kernel for the product, such as to another type. If the
-    vocabulary is sharded over `num_parts` devices, a tile takes as many columns from each: `num_tiles * num_parts` divides V.
+    Tiles of the vocabulary and not of the positions, so that each tile of the kernel is gathered, and its gradient reduced,
+    only once. If V is sharded over `num_parts` devices, a tile takes as many columns from each: `num_tiles * num_parts` divides
+    V.
     """
     V = kernel_EV.shape[1]
     # The gradient of x is the sum over all tiles; in this type it is summed.
