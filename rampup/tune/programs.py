@@ -1,6 +1,4 @@
-"""The compiled training steps of a configuration, one per microbatch size: their memory, read without running them, and
-their measured times.
-"""
+"""The compiled training steps of a configuration, one per microbatch size, with their memory and their measured times."""
 
 from __future__ import annotations
 
@@ -25,18 +23,15 @@ from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
 from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
 from rampup.engine.state import TrainState
-from rampup.lm.train import TrainSetup
-from rampup.plan.numbers import AUTO
+from rampup.lm.train import TrainSetup, unconstrained
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplit, BatchSplitter
+from rampup.plan.split import BatchSplit
 from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 
 Report = Callable[[str], None]
-# (x, y)
-Point = tuple[float, float]
-ROUNDS = 5
-TIMING_SECONDS = 60.0
+Point = tuple[float, float]  # (x, y)
+ROUNDS, TIMING_SECONDS = 5, 60.0
 # A shorter measurement would depend on the clock's resolution and on other processes; short steps are repeated.
 LEAST_SECONDS, MAX_REPEATS = 0.05, 20
 
@@ -57,9 +52,8 @@ class Timing(NamedTuple):
 
 
 class Programs:
-    """The training steps of one configuration on these devices, compiled on first use.
+    """The training steps of one configuration on these devices, compiled on first use, without its own microbatch.
 
-    The configuration's own microbatch and accumulation are ignored. `report` is called with a line about every compilation.
     With a `target` the devices are those of absent slices, and nothing runs.
     """
 
@@ -98,7 +92,7 @@ class Programs:
     def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
         """Return the memory that a step takes of one device, or None if the compiler ran out of memory.
 
-        At most `more` compilations for absent slices follow, if that is known; it is said with this one.
+        The line of progress of a compilation for absent slices says that at most `more` follow, if that is known.
         """
         if size in self._memory:
             return self._memory[size]
@@ -202,17 +196,8 @@ class Programs:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
 
 
-def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
-    """Return a splitter without the configuration's own microbatch and accumulation."""
-    own = {"microbatch_size": AUTO, "gradient_accumulation_steps": 1, "rampup_microbatch": "fixed", "whole_batch": False}
-    return replace(splitter, **own, tick_overhead=None)
-
-
 def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS) -> dict[Any, Timing]:
-    """Time every step once a round for about these seconds, after two rounds that are not counted.
-
-    Short steps run several times in a row. Every step must wait for its own results.
-    """
+    """Time steps, which wait for their results, once a round for about these seconds, after two rounds that are not counted."""
 
     def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
         start = time.perf_counter()
@@ -236,30 +221,16 @@ def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMI
 
 
 def fit_line(points: Sequence[Point]) -> Point:
-    """Return start and slope of the line with the least squared errors relative to y > 0.
-
-    It goes through 0 if all points have the same x.
-
-    Example:
-        >>> start, slope = fit_line([(1, 3), (2, 5), (4, 9)])
-        >>> round(start, 6), round(slope, 6)
-        (1.0, 2.0)
-    """
+    """Return start and slope of the line with the least squared errors relative to y > 0; through 0 if all x are the same."""
     start, slope, squares = weighted_line([(x, y, 1 / y**2) for x, y in points])
     return (start, slope) if squares else (0.0, start / points[0][0])
 
 
 def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:
-    """Return h, the cost of a pipeline tick apart from its arithmetic, in samples per replica.
+    """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds) of each b; None if they do not show it.
 
-    It is the overhead of `predicted_time`. A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of
-    the times over the ticks is t * (b / v + h): a line over b, whose start over its slope is h * v. `times` has the (ticks,
-    seconds) of each b. None with fewer than two sizes, or if the times do not grow with ticks and size.
-
-    Example:
-        >>> steps = {b: [(ticks, 7 + 0.1 * ticks * (b + 3)) for ticks in (7, 11)] for b in (1, 2, 8)}
-        >>> round(fit_tick_overhead(steps, num_repeats=1), 6)
-        3.0
+    A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of the times over the ticks is
+    t * (b / v + h): a line over b, whose start over its slope is h * v.
     """
     slopes = [(float(b), fit_line(points)[1]) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
     if len(slopes) < 2 or min(slope for _, slope in slopes) <= 0:

@@ -1,12 +1,14 @@
-"""Find the largest microbatch that fits in memory and the settings that make the run fastest.
+"""Find the largest microbatch that fits in memory, the settings that make the run fastest, and other ways to save memory.
 
-`tune` works in three steps. A bisection over programs that are compiled and not run finds the largest microbatch that fits.
-The sizes near it then run a few steps on synthetic rows. The measured times rank the proposals: settings that leave the ramp
-unchanged and only split its batches differently.
+`tune` works in three steps. A bisection over programs that are compiled and not run finds the largest microbatch that fits, so
+it cannot run out of memory. The sizes near it then run a few steps on synthetic rows. The measured times rank the proposals:
+settings that leave the ramp unchanged and only split its batches differently. With a topology nothing runs: the programs are
+compiled for absent TPU slices, a size fits if their compiler accepts it, and a roofline estimate ranks the settings.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +20,25 @@ from typing import Any
 import jax
 
 from rampup.config.build import build_plan, with_slices
-from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RunKeys
+from rampup.config.schema import KEYS, PER_ACCUMULATION_KEYS, Config, RunKeys
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
+from rampup.engine.offload import (
+    bytes_per_device,
+    device_limit,
+    host_memory_problem,
+    is_out_of_memory,
+    peak_bytes,
+    reports_host_memory,
+)
 from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampupError
+from rampup.lm.train import unconstrained
 from rampup.loop.run_folder import is_bucket
 from rampup.plan.numbers import AUTO, GIB, divisors, finite_or_none, parse_memory_gib, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
-from rampup.tune.memory_options import find_memory_options
-from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
+from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns
 from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
@@ -37,20 +46,21 @@ MARGIN = Fraction(5, 100)
 # The search ends at this many times the largest batch of the plan.
 SEARCH_FACTOR = 64
 MAX_TIMED_SIZES = 8
-# Relative differences below this are ties on a machine that is not idle. The proposal with fewer shapes then wins.
-TIE_TOLERANCE = 0.05
-# An estimate knows nothing of what each microbatch costs apart from its arithmetic, so it cannot rank more finely.
-ESTIMATE_TOLERANCE = 0.25
+# Relative differences below this are ties, of times and of estimates. The proposal with fewer shapes then wins.
+TIE_TOLERANCE, ESTIMATE_TOLERANCE = 0.05, 0.25
 # Sizes that are compiled for absent slices: with a large model each takes minutes. The search may take more.
 MAX_COMPILED_SIZES = 3
 # The largest sizes, per kind of proposal, that are worth timing.
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
+# For a memory option, whose step takes turns with that of the configuration.
+SHORT_TIMING_SECONDS = 15.0
+# Configuration key -> the part of the training state that it keeps in host memory.
+OFFLOAD_KEYS = {"optimizer_memory_host_offload": "opt_state", "parameter_memory_host_offload": "params"}
 NOT_RUN = "not run: this is computed"
 # Of `RampPlan.phase_rows`.
-PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accumulation_steps", "num_pipeline_microbatches",
-              "microbatch_size")  # fmt: skip
-
+PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accumulation_steps", "num_pipeline_microbatches")
+PHASE_KEYS += ("microbatch_size",)
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
 # (microbatch size, number of microbatches) -> times.
@@ -77,10 +87,7 @@ class Proposal:
         return frozenset(split.microbatch_size for split in self.reached)
 
     def seconds(self, step_time: Callable[[int, int], float]) -> float:
-        """Return the time of all steps of the run without compilation.
-
-        `step_time` gives the seconds of a step from its microbatch size and microbatches, infinite if they were not timed.
-        """
+        """Return the time of all steps of the run without compilation, from that of a step by microbatch size and number."""
         starts = [phase.start_step for phase in self.plan.ramp.phases][: len(self.reached)]
         steps = [end - start for start, end in itertools.pairwise([*starts, self.plan.total_steps])]
         pairs = zip(steps, self.reached, strict=True)
@@ -100,26 +107,10 @@ def tune(
     memory_options: bool = False,
     report: Report = lambda line: None,
 ) -> Facts:
-    """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
+    """Return what `rampup tune --json` prints. Ctrl-C ends the search with what it has found so far, if anything.
 
-    The search reads memory from compiled programs and runs none of them, so it cannot run out of memory. Sizes that fit on
-    this machine then run a few steps on synthetic rows. With a topology nothing runs: the programs are compiled for absent TPU
-    slices, a size fits if their compiler accepts its program, and the settings are ranked by a roofline estimate.
-
-    Args:
-        config: the configuration.
-        memory_gib: memory of one device in GiB; None = the devices' own. Required for devices without a limit, such as CPUs.
-        num_devices: number of this machine's devices to use; None = all.
-        topology: the slices, or their name, such as `v5e:4x4`; excludes `num_devices`.
-        memory_options: also measure other ways to save memory. If nothing fits, they are always measured.
-        report: called with a line of progress.
-
-    Returns:
-        What `rampup tune --json` prints. Ctrl-C ends the search with what it has found so far (`interrupted`), if anything.
-
-    Raises:
-        RampupError: the configuration cannot run here, or the memory is not known.
-        MissingDependencyError: a topology is given, and the TPU compiler is not installed.
+    `memory_gib` is that of one device; None = the devices' own. A topology excludes `num_devices`. With `memory_options`, or if
+    nothing fits, the other ways to save memory are measured too.
     """
     if config.gradient_accumulation != "fused":
         rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
@@ -330,12 +321,7 @@ def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches
 
 
 def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> int:
-    """Return the memory of one device in bytes, as given in GiB or else as the devices report it.
-
-    Example:
-        >>> memory_limit("0.5", jax.devices())
-        536870912
-    """
+    """Return the memory of one device in bytes, as given in GiB or else as the devices report it."""
     if memory_gib is not None:
         return parse_memory_gib(memory_gib)
     limits = [limit for device in devices if (limit := device_limit(device)) is not None]
@@ -360,41 +346,33 @@ def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float |
     return Target(topology=topology, hbm_bytes=hbm_bytes, cache=cache)
 
 
-# The largest size that fits, and the next one, which was tried and does not; None if there is none.
-Boundary = tuple[int | None, int | None]
-
-
-def find_largest(programs: Programs, usable: float) -> Boundary:
-    """Return the boundary between the microbatch sizes that fit and those that do not.
-
-    Sizes that take the largest batch in one pass are searched first and separately: their program has no loop and therefore
-    one gradient buffer less, so such a size can fit although a smaller one does not.
-    """
+def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | None]:
+    """Return the largest microbatch size that fits, and the next one, which was tried and does not; None if there is none."""
     legal = {b for size in programs.plan.ramp.sizes for b in programs.splitter.legal_microbatches([size])}
     one_pass = max(legal)
-    largest = next_larger = None
+    next_larger = None
+    # Sizes that take the largest batch in one pass come first and separately: their program has no loop and therefore one
+    # gradient buffer less, so such a size can fit although a smaller one does not.
     for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
         # Powers of two are tried too.
         powers = {1 << exponent for exponent in range(most.bit_length())}
         sizes = sorted(size for size in legal | powers if least <= size <= most)
-        largest, above = largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
-        next_larger = above or next_larger
-        if largest is not None:
-            break
-    return largest, next_larger
+        number = bisect.bisect_right(sizes, usable, key=lambda size: programs.bytes(programs.size(size)))
+        next_larger = sizes[number] if number < len(sizes) else next_larger
+        if number:
+            return sizes[number - 1], next_larger
+    return None, next_larger
 
 
-def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
-    """Return the boundary for absent slices, with few compilations, since each may take minutes.
+def find_largest_compiled(programs: Programs, usable: float) -> tuple[int | None, int | None]:
+    """Return the same for absent slices, with few compilations, since each may take minutes; of what divides the largest batch.
 
-    Only sizes that divide the largest batch are tried, first the largest one that divides every phase. Memory is nearly a line
-    over the size, which starts with what a step takes of its arguments: the next size is where this line meets the limit, or
-    just above the largest one that fits. A program far beyond the limit takes the compiler longest, so it is avoided.
+    A program far beyond the limit takes the compiler longest, so it is avoided.
     """
     splitter = programs.splitter
     sizes_of_phases = programs.plan.ramp.sizes
     sizes = splitter.legal_microbatches([max(sizes_of_phases)])
-    index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])
+    index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])  # the largest that divides every phase
     low, high = -1, len(sizes)
     while high - low > 1:
         size = programs.size(sizes[index])
@@ -403,51 +381,14 @@ def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
         low, high = (index, high) if used <= usable else (low, index)
         index = (low + high) // 2
         if memory is not None and used <= usable:
+            # Nearly a line over the size, which starts with the arguments: where it meets the limit, or just above this size.
             slope = max(used - memory.arguments, 1) / sizes[low]
             index = max([n for n in range(low + 1, high) if memory.arguments + slope * sizes[n] <= usable], default=low + 1)
     return sizes[low] if low >= 0 else None, sizes[high] if high < len(sizes) else None
 
 
-def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: float) -> Boundary:
-    """Return the largest of ascending sizes whose cost, which must not decrease, is within a limit. The next was tried too.
-
-    Two of three trials are where the straight line through the two nearest costs meets the limit, the third bisects. A cost
-    of the form `constant + factor * size` takes about four trials, any other at most three times the logarithm.
-
-    Example:
-        >>> largest_within(range(1, 1000), lambda size: 100 + 3 * size, 1000)
-        (300, 301)
-    """
-    costs: dict[int, float] = {}
-
-    def fits(index: int) -> bool:
-        costs[sizes[index]] = cost(sizes[index])
-        return costs[sizes[index]] <= limit
-
-    # Invariant: sizes[:low + 1] fit and sizes[high:] do not. The ends are tried first.
-    low, high = -1, len(sizes)
-    for end in sorted({0, len(sizes) - 1} if sizes else ()):
-        if low < end < high:
-            low, high = (end, high) if fits(end) else (low, end)
-    trial = 0
-    while high - low > 1:
-        index = (low + high) // 2
-        start = costs[sizes[low]]
-        rise = costs[sizes[high]] - costs[sizes[low]]
-        if trial % 3 != 2 and math.isfinite(rise):
-            size = sizes[low] + (limit - start) * (sizes[high] - sizes[low]) / rise
-            index = next((index for index in range(high - 1, low, -1) if sizes[index] <= size), low + 1)
-        low, high = (index, high) if fits(index) else (low, index)
-        trial += 1
-    return sizes[low] if low >= 0 else None, sizes[high] if high < len(sizes) else None
-
-
 def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
-    """Return the settings worth timing if `found` is the largest microbatch that fits, those with the own policy first.
-
-    These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
-    (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
-    """
+    """Return the settings worth timing if `found` is the largest microbatch that fits, those with the own policy first."""
     splitter = unconstrained(plan.splitter)
     sizes = plan.ramp.sizes
     own = config.gradient_accumulation_steps
@@ -469,14 +410,16 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
             return None
         return Proposal(settings={key: value for key, value in settings.items() if value != getattr(config, key)}, plan=made)
 
-    # Sizes that fit and divide every phase, the largest first.
+    # `fixed`: the largest sizes that fit and divide every phase.
     shared = [size for size in reversed(splitter.legal_microbatches(sizes)) if size <= found][:NEAR_THE_TOP]
     made = [propose("fixed", size, own) or propose("fixed", size, 1) for size in shared]
+    # `auto`: pairs of sizes for the ramp and the phase after it.
     after = [size for size in reversed(splitter.legal_microbatches(sizes[-1:])) if shared[0] < size <= found]
     for final in after[:NEAR_THE_TOP]:
         # The accumulation applies to every phase, so the largest shared size may be too large for the first.
         pairs = (propose("auto", size, splitter.largest_microbatch(sizes[-1]) // final) for size in shared)
         made.append(next(filter(None, pairs), None))
+    # `per_phase`: the smallest accumulation with which every phase fits.
     largest = [splitter.largest_microbatch(size) for size in sizes]
     enough = (number for number in divisors(math.gcd(*largest)) if max(largest) <= found * number)
     each_phase = next(filter(None, (propose("per_phase", AUTO, number) for number in enough)), None)
@@ -515,14 +458,12 @@ def _notes(
     best = min(choices, key=lambda choice: choice.run_seconds)
     if best.run_seconds < chosen.run_seconds:
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
-        tolerance = TIE_TOLERANCE
-        why = "such times vary more than that"
+        tied = (TIE_TOLERANCE, "such times vary more than that")
         if programs.target is not None:
-            tolerance = ESTIMATE_TOLERANCE
-            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
+            tied = (ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic")
         yield (
             f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
-            f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
+            f"within {tied[0]:.0%} it is a tie ({tied[1]}): the fewest compiled programs win, then the "
             "configuration's own rampup_microbatch, then the largest microbatch"
         )
     if programs.target is not None:
@@ -569,3 +510,72 @@ def _run_next_larger(programs: Programs, next_larger: int | None, named: bool) -
     finally:
         programs.forget_state()
     return "ran: it is within the margin"
+
+
+def find_memory_options(base: Programs, size: Size, usable: float, report: Report) -> list[Facts]:
+    """Return every option that saves memory at a microbatch: first those within `usable` bytes, then by the memory saved."""
+    config = base.config
+    axes = base.mesh.shape
+    before = base.bytes(size)
+    options: list[Facts] = []
+
+    def add(name: str, settings: Mapping[str, Any], used: float, saved: float, **more: Any) -> None:
+        """Add an option with the keys to change, none if it takes other devices."""
+        row = {"name": name, "settings": settings, "bytes": finite_or_none(used), "saved_bytes": finite_or_none(saved)}
+        # `slowdown` is the time of a step over the time without the change. Bytes that are not `compiled` are an estimate. The
+        # remark says why an option is not available, or what its bytes leave out.
+        options.append(row | {"fits": used <= usable, "slowdown": None, "compiled": True, "remark": ""} | more)
+
+    def measure(name: str, settings: Mapping[str, Any], programs: Programs, changed: Size) -> None:
+        """Add a compiled option, with its slowdown if both programs run here."""
+        used, slowdown = programs.bytes(changed), None
+        if programs.fits_here(changed) and base.fits_here(size):
+            steps = [made.step_of(each, each.num_microbatches) for made, each in ((base, size), (programs, changed))]
+            times = take_turns(dict(enumerate(steps)), seconds=SHORT_TIMING_SECONDS)
+            slowdown = times[1].seconds / times[0].seconds
+        remark = "the compiler still runs out of memory" * math.isinf(used)
+        add(name, settings, used, before - used, slowdown=slowdown, remark=remark)
+
+    # The next smaller microbatch that divides every phase.
+    if legal := [b for b in base.splitter.legal_microbatches(base.plan.ramp.sizes) if b < size.microbatch_size]:
+        measure(f"a smaller microbatch, {legal[-1]}", {"microbatch_size": legal[-1]}, base, base.size(legal[-1]))
+    # Options that only take another compilation.
+    known = KEYS["remat_policy"].choices
+    policies = [name for name in ("minimal", "full") if known.index(name) > known.index(config.remat_policy)]
+    changes: list[tuple[str, dict[str, Any]]] = [(f"remat_policy={name}", {"remat_policy": name}) for name in policies]
+    if base.splitter.num_stages > 1 and config.pipeline_keep != "nothing":
+        changes.append(("pipeline_keep=nothing", {"pipeline_keep": "nothing"}))
+    for axis in ("fsdp", "tensor"):
+        key = f"ici_{axis}_parallelism"
+        if config.num_slices not in (-1, 1) or getattr(config, key) == -1:
+            continue
+        # Move devices from the data axis to this one: two of them, and for fsdp also all.
+        factors = [n for n in (2, axes["data"]) if axes["data"] % n == 0 and n > 1]
+        for n in sorted(set(factors) if axis == "fsdp" else set(factors[:1])):
+            moved = {key: n * getattr(config, key), "ici_data_parallelism": -1}
+            changes.append((f"{axis} axis of {n * axes[axis]}", moved))
+    for key, part in OFFLOAD_KEYS.items():
+        if not getattr(config, key) and reports_host_memory(base.mesh):
+            changes.append((key, {key: True}))
+        elif not getattr(config, key):
+            most = "the most it can save: the step brings it back to the device part by part"
+            saved = bytes_per_device(getattr(base.state_shapes, part))
+            remark = host_memory_problem(base.mesh) or most
+            add(key, {key: True}, before - saved, saved, compiled=False, remark=remark)
+    for name, settings in changes:
+        report(f"trying {name}")
+        changed = {key: value for key, value in settings.items() if value != getattr(config, key)}
+        try:
+            programs = Programs(replace(config, **settings), base.devices, target=base.target)
+            measure(name, changed, programs, programs.size(size.microbatch_size))
+            programs.forget_state()
+        except RampupError as error:
+            add(name, changed, math.inf, math.inf, remark=str(error).splitlines()[0])
+    if axes["data"] == axes["fsdp"] == 1:
+        # Half of the parameters, of the optimizer state, and of the gradients, which are as large as the parameters.
+        shapes = base.state_shapes
+        saved = bytes_per_device((shapes.params, shapes.opt_state, shapes.params)) // 2
+        remark = "shards parameters, gradients and optimizer state in two; with ici_fsdp_parallelism=2 it is compiled"
+        add("two devices on the fsdp axis", {}, before - saved, saved, compiled=False, remark=remark)
+    saving = [option for option in options if option["saved_bytes"] is None or option["saved_bytes"] > 0]
+    return sorted(saving, key=lambda option: (not option["fits"], -(option["saved_bytes"] or 0)))

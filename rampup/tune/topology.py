@@ -39,8 +39,8 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
 COMPILER_THREAD = "rampup-topology-compiler"
 INSTALL = "pip install 'rampup[tpu-compile]' installs the version that JAX needs"
-# What libtpu needs to be loaded on a machine without a TPU: no metadata server is asked, no worker is searched for, nothing is
-# logged, and its lock file does not end a second process that compiles too.
+# For libtpu on a machine without a TPU: it asks no metadata server, searches for no worker, logs nothing, and its lock file
+# does not end a second process that compiles too.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -59,11 +59,7 @@ _libtpu_lock = threading.Lock()
 
 
 def compiler_version() -> str:
-    """Return the version of the TPU compiler.
-
-    Raises:
-        MissingDependencyError: it is not installed, or too old.
-    """
+    """Return the version of the TPU compiler, or refuse one that is missing or too old."""
     for package in ("libtpu", "libtpu-nightly"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
@@ -81,10 +77,7 @@ def use_cpu_as_host() -> None:
 
 
 def topology_devices(topology: Topology | str) -> Sequence[Any]:
-    """Return the devices of a topology. Programs can be compiled for them but cannot run on them.
-
-    Args:
-        topology: the slices, or their name.
+    """Return the devices of a topology or its name. Programs can be compiled for them but cannot run on them.
 
     Raises:
         ConfigError: there is no such topology.
@@ -123,15 +116,9 @@ def _devices(topology: Topology) -> Sequence[Any]:
 
 
 def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
-    """Compile a program that was lowered for the devices of a topology.
+    """Compile a program that was lowered for the devices of a topology; see `rampup.engine.offload.is_out_of_memory`.
 
-    Args:
-        lowered: a `jax.stages.Lowered`.
-        kind: the TPU generation, whose options `rampup train` would compile with; "" = without them.
-        hbm_bytes: let the program use less of each device's memory, rounded down to MiB; None = all.
-
-    Raises:
-        jax.errors.JaxRuntimeError: among others if the program does not fit; see `rampup.engine.offload.is_out_of_memory`.
+    `kind` is the TPU generation with whose options `rampup train` would compile. `hbm_bytes` are rounded down to MiB.
     """
     options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
     # JAX writes such programs into its cache but cannot read them back without a TPU: it would warn and compile again.
@@ -222,11 +209,7 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
 
 
 def refused_bytes(refusal: str) -> float:
-    """Return the bytes that the compiler says a refused program needs, or infinity if it does not say.
-
-    Example:
-        >>> refused_bytes("memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)") / 2**30
-        2.5
-    """
+    """Return the bytes that the compiler says a refused program needs, or infinity if it does not say."""
+    # Such as "memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)".
     match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", refusal) or re.search(r"Used ([\d.]+)([KMGT]?) of", refusal)
     return math.inf if match is None else float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " ")

@@ -1,5 +1,6 @@
 """Tests of rampup.tune.search."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 from rampup import Config, build_plan
 from rampup.cli import main
 from rampup.errors import BatchDivisibilityError, ConfigError, MissingDependencyError
+from rampup.lm.train import unconstrained
 from rampup.tune import search as tuning
-from rampup.tune.programs import Programs, Size, Timing, unconstrained
-from rampup.tune.search import GIB, MARGIN, find_largest, largest_within, memory_limit, proposals, tune
-from rampup.tune.topology import compiler_version, topology_devices
+from rampup.tune.programs import Programs, Size, Timing
+from rampup.tune.search import GIB, MARGIN, find_largest, find_memory_options, memory_limit, problem_of, proposals, tune
+from rampup.tune.topology import compiler_version, refused_bytes, topology_devices
 
-ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
 RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
 RAMP |= {"per_device_batch_size": 16}
 CONFIGS = {
@@ -92,20 +93,19 @@ def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
     assert "of the microbatches so far, the largest that fits is" in capsys.readouterr().out
 
 
-@given(ASCENDING, st.lists(st.integers(0, 1000), min_size=60, max_size=60), st.integers(-10, 10**4), st.integers(0, 60))
-def test_largest_within_agrees_with_trying_all(sizes, rises, limit, refused_from):
+@given(st.lists(st.integers(0, 1000), min_size=200, max_size=200), st.integers(-10, 10**5))
+def test_find_largest_agrees_with_trying_all(rises, limit):
     """For any costs that do not decrease, the largest size within the limit and the next one are found, and both were tried."""
-    costs, total = {}, 0
-    for place, (size, rise) in enumerate(zip(sizes, rises, strict=False)):
-        total += rise
-        costs[size] = total if place < refused_from else math.inf
-    tried = []
-    found = largest_within(sizes, lambda size: tried.append(size) or costs[size], limit)
-    assert len(tried) == len(set(tried)) <= 2 + 3 * len(sizes).bit_length()
-    fitting = [size for size in sizes if costs[size] <= limit]
-    too_large = [size for size in sizes if costs[size] > limit]
-    assert found == (fitting[-1] if fitting else None, too_large[0] if too_large else None)
+    plan = build_plan(Config(**RAMP), 1)
+    costs, tried = list(itertools.accumulate(rises)), []
+    programs = SimpleNamespace(plan=plan, splitter=plan.splitter, size=lambda b: b)
+    programs.bytes = lambda b: tried.append(b) or costs[min(b, 199)]
+    found = find_largest(programs, limit)
+    fits = [b for b in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024) if costs[min(b, 199)] <= limit]
+    assert found[0] == max(fits, default=None)
     assert set(found) - {None} <= set(tried)
+    assert found[1] is None or costs[min(found[1], 199)] > limit
+    assert len(tried) <= 8
 
 
 @pytest.mark.parametrize(
@@ -207,6 +207,8 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
     """Zero, negative, too large or not a number: the error names the option. Of several devices the smallest limit counts."""
     small, large = (type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})() for n in (5, 7))
     assert memory_limit(None, [large, small]) == 5
+    refusal = "memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)"
+    assert (refused_bytes(refusal), refused_bytes("no")) == (2.5 * GIB, math.inf)
     with pytest.raises((ConfigError, ValueError)) as caught:
         memory_limit(memory_gib, [large])
     assert caught.value.key == "memory-gib"
@@ -265,3 +267,38 @@ def test_old_libtpu_is_refused(monkeypatch, version, is_old):
         return
     with pytest.raises(MissingDependencyError, match=rf"libtpu {version} cannot.*0\.0\.23.*'rampup\[tpu-compile\]'"):
         topology_devices("v5e:2x2")
+
+
+@pytest.mark.slow
+def test_memory_options_are_ranked_and_have_the_bytes_of_their_own_programs(programs, monkeypatch):
+    """If nothing fits, options that are enough come first, then those that save most; those that compile have the bytes of
+    a configuration that sets them.
+    """
+    monkeypatch.setattr(tuning, "SHORT_TIMING_SECONDS", 0)
+    lines = []
+    needs = programs.bytes(programs.size(1))
+    limit = math.ceil((needs - 1) / (1 - MARGIN))
+    found = tune(Config(**TUNED), memory_gib=f"{limit}/{GIB}", num_devices=1, report=lines.append)
+    assert "trying remat_policy=full" in lines
+    assert (found["largest_microbatch"], found["settings"]) == (None, None)
+    problem, by_name = problem_of(found), {option["name"]: option for option in found["levers"]}
+    assert f"microbatch_size=1 needs {needs:,} bytes" in str(problem)
+    assert "optimizer_memory_host_offload" in str(problem)
+    assert problem.key == "microbatch_size"
+    fits = [option["fits"] for option in found["levers"]]
+    assert fits == sorted(fits, reverse=True)
+    for option in found["levers"]:
+        assert option["saved_bytes"] > 0
+        assert option["bytes"] == needs - option["saved_bytes"]
+        assert option["fits"] == (option["bytes"] <= found["usable_bytes"])
+    remat, other = by_name["remat_policy=full"], Programs(Config(**TUNED | {"remat_policy": "full"}), jax.devices()[:1])
+    assert remat["bytes"] == other.bytes(other.size(1))
+    assert remat["slowdown"] > 0
+    assert remat["compiled"]
+    # Adam's two moments are each as large as the parameters, and its counters are two int32.
+    offloaded = by_name["optimizer_memory_host_offload"]
+    assert offloaded["saved_bytes"] == 2 * by_name["parameter_memory_host_offload"]["saved_bytes"] + 8
+    (smaller,) = (
+        each for each in find_memory_options(programs, programs.size(2), math.inf, print) if "smaller" in each["name"]
+    )
+    assert (smaller["settings"], smaller["bytes"]) == ({"microbatch_size": 1}, needs)
