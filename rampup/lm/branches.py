@@ -77,10 +77,8 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-# Checkpoints of a branch that is not interrupted, each with a line of progress.
-SAVES_PER_BRANCH = 4
-# The noise scale and the critical batch disagree if one is more than this many times the other.
-DISAGREEMENT = 2.0
+SAVES_PER_BRANCH = 4  # checkpoints of a branch that is not interrupted, each with a line of progress
+DISAGREEMENT = 2.0  # the noise scale and the critical batch disagree if one is more than this many times the other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +86,6 @@ class CriticalBatch:
     """The critical batch size of a run at a checkpoint.
 
     Attributes:
-        step: optimizer steps done in the checkpoint.
         branches: the branches, smallest batch first.
         decisive: whether the window could tell a batch that wastes half of its samples from one that wastes none: the gain is
             above three of its standard errors, and the tolerance is at most half of the gain and at least two standard errors
@@ -99,7 +96,6 @@ class CriticalBatch:
         gain: nats by which the window lowered the loss of the smallest branch; None if that is not finite.
         deciding_tokens: tokens of a window that could decide, if this one could not and it can be estimated.
         half_window_size: what the first half of the window shows, in samples, if it contradicts the whole.
-        learning_rates: the learning rate of each branch.
         tolerance: nats by which a branch may be worse than a smaller one.
         tokens: tokens that every branch trained on.
         noise_scale_samples: the gradient noise scale that the run last measured before the checkpoint, or None.
@@ -186,7 +182,6 @@ def find_critical_batch_size(
         tolerance: nats by which the loss of a larger batch may be above that of a smaller one; None = a sixth of the gain,
             which a batch loses that needs 20% more tokens.
         work_folder: folder for evaluations and checkpoints of branches; None = RUN.critical next to the run's folder.
-        report: called with a line of progress.
 
     Raises:
         RampupError: the run cannot be branched like this.
@@ -262,11 +257,11 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
         assert saved is not None
         record = saved.record
+    elif step not in steps:
+        problem = f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"
+        fix = "max_num_checkpoints_to_keep says how many a run keeps"
+        raise ConfigError(f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps))
     else:
-        if step not in steps:
-            problem = f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"
-            fix = "max_num_checkpoints_to_keep says how many a run keeps"
-            raise ConfigError(f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps))
         checkpoint = folder / CHECKPOINT_FOLDER / str(step)
         if problem := damage(checkpoint):
             raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
@@ -277,10 +272,7 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
 
 
 class _Branches:
-    """The plan, setup and loaders of all branches, one after the other; `run_plan` and `run_shapes` are those of the run.
-
-    `identity` has the values that a measurement must share with the one that it resumes.
-    """
+    """The plan, setup and loaders of all branches, one after the other; `run_plan` and `run_shapes` are those of the run."""
 
     def __init__(
         self,
@@ -344,7 +336,7 @@ class _Branches:
                 fix = f"restore the files of grain_train_files={config.grain_train_files}, or train again"
                 raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
         first = position.consumed_samples
-        last = position.consumed_samples + window.samples + window.interval
+        last = first + window.samples + window.interval
         try:
             order = sample_order(config, len(rows), last)
         except DataError as error:
@@ -357,6 +349,7 @@ class _Branches:
         self.eval_step, eval_plan = self.setup.evaluation(group, (window.samples + window.interval) // group)
         self.loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
         self.eval_loader = replace(self.loader, plan=eval_plan, order=_SampleWindow(order, first, None))
+        # What a measurement must share with the one that it resumes.
         self.identity = {
             "step": step,
             "sizes": window.sizes,

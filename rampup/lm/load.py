@@ -18,9 +18,8 @@ from rampup.config.resume import plan_to_resume
 from rampup.engine.accumulate import multi_steps
 from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
-from rampup.lm.decode import decode, prefill
 from rampup.lm.train import learning_rate, optimizer, ramp_before
-from rampup.lm.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel, decode, prefill
 from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, on_first_device, read_record, restore_tree
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
@@ -29,17 +28,14 @@ MAX_TOKENS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRun:
-    """A checkpoint and what it belongs to.
+    """A checkpoint and what it belongs to. Without a `config` and a `model`, it is of a run of your own loop.
 
     Attributes:
         folder: the checkpoint's folder.
-        step: optimizer steps done.
-        params: the trained parameters.
         state: the training state, whose optimizer state has the types of Optax. For a run of reinforcement learning or of your
             own loop, a pytree of dicts.
-        config: the run's configuration, a `Config` or a `RolloutConfig`; None for a run of your own loop.
-        model: the run's model; None for a run of your own loop.
-        context: tokens that the model reads at most; None without a model.
+        config: the run's configuration, a `Config` or a `RolloutConfig`.
+        context: tokens that the model reads at most.
         end_token: the token that ends a response; None if a text has no end.
     """
 
@@ -67,7 +63,6 @@ class LoadedRun:
             num_tokens: bytes to sample at most; a response may end before.
             temperature: divides the logits; 0 takes the most probable byte.
             top_k: sample from this many most probable bytes; None = from all.
-            seed: of the random numbers.
 
         Raises:
             ConfigError: the run has no language model of bytes, or an argument is out of range.

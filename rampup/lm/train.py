@@ -111,13 +111,10 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSetup:
-    """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
-
-    Another plan of as many stages and repeats can take the place of `plan`. A training state is that of `step.tx`.
-    """
+    """The model, its optimizer and its training step on a mesh: a run without its data and its folder."""
 
     config: Config
-    plan: RampPlan
+    plan: RampPlan  # another one of as many stages and repeats can take its place
     mesh: Mesh
     model: LanguageModel
     param_shardings: Any
@@ -232,10 +229,7 @@ class TrainSetup:
         return jax.tree.map(shape_of, state, self._state_shardings(state))
 
     def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return functions of states like `state` that put the layers into their natural order, and back.
-
-        Checkpoints have the natural order, so that a run can resume with another number of pipeline stages.
-        """
+        """Return functions that put the layers of a state into their natural order, that of checkpoints, and back."""
         if (self.layer_order == np.arange(len(self.layer_order))).all():
             return lambda state: state, lambda state: state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -257,21 +251,14 @@ class TrainSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run of the language model: everything from the mesh to the data, ready to train.
-
-    Attributes:
-        saved: the checkpoint from which it resumes, or None.
-        data: fingerprints of the files with training data.
-        evaluation: when to evaluate, and how; None = never.
-        writers: the metric writers for a folder and a first step.
-    """
+    """A run of the language model: everything from the mesh to the data, ready to train."""
 
     setup: TrainSetup
-    saved: SavedCheckpoint | None
+    saved: SavedCheckpoint | None  #: the checkpoint from which it resumes, or None
     loader: BatchLoader
-    data: Mapping[str, str]
-    evaluation: EvalOptions | None
-    writers: Callable[[Path, int], list[MetricWriter]]
+    data: Mapping[str, str]  #: fingerprints of the files with training data
+    evaluation: EvalOptions | None  #: when to evaluate, and how; None = never
+    writers: Callable[[Path, int], list[MetricWriter]]  #: the metric writers for a folder and a first step
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None) -> Self:
@@ -324,11 +311,9 @@ class Run:
             assert size is not None  # None only with eval_interval=-1
             available = len(eval_rows) // size
             if available == 0:
-                raise DataError(
-                    f"evaluation needs a batch of {size} rows, but {len(eval_rows):,} rows are held out; set a smaller "
-                    "eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
-                    key="eval_per_device_batch_size",
-                )
+                problem = f"evaluation needs a batch of {size} rows, but {len(eval_rows):,} rows are held out"
+                fix = "set a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1"
+                raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
             num_batches = available if config.eval_steps == -1 else min(config.eval_steps, available)
             step, eval_plan = setup.evaluation(size, num_batches)
             order = SampleOrder(len(eval_rows), seed=None)

@@ -1,11 +1,14 @@
-"""A decoder-only Transformer in Flax, its layers stacked so that they can be scanned, sharded and pipelined.
+"""A decoder-only Transformer in Flax, its layers stacked so that they can be scanned, sharded and pipelined, and its decoding.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer. Attention is of plain arrays,
 or on TPU by JAX's splash attention kernel.
 
+In decoding, a row is a prompt and its response without a gap, then padding: a position is the same number with and without the
+cache, which has one slot per position. A slot may contain anything, and is masked, until it is written.
+
 Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query heads per key/value head, D head width,
-S positions attended to, F feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C columns of one tile, P parts
-of the vocabulary on several devices.
+S positions attended to or slots of the cache, F feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C
+columns of one tile, P parts of the vocabulary on several devices; in decoding, P positions of a padded prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +41,7 @@ GATHERED = "gathered_weights"
 _QKV = ("query_proj", "key_proj", "value_proj")
 _CONTEXT, _OUT, _GATE_UP = ("context", "out_proj", "mlpwi")
 _save = jax.checkpoint_policies.save_only_these_names
-# Names and meanings are MaxText's: what the backward pass finds and does not compute again. The input of a layer is always
-# kept.
+# Names and meanings are MaxText's: what the backward pass finds and does not compute again, beside the input of a layer.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
@@ -50,6 +52,7 @@ REMAT_POLICIES = {
     "save_out_proj": _save(_OUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+# What a pipeline stage keeps of a microbatch, besides its input, for its backward pass.
 KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims}
 # From queries, keys and values of one layer to the mixed values (B, T, H, D) and anything else.
 Mixer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -62,8 +65,6 @@ _LAYER_SPECS = {
 # The matrices of a layer for Muon: which dimensions are those of their input and of their output, after that of the layers.
 _MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {"out": ((1, 2), (3,))}
 _MATRICES |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
-
-
 # The keys of base.yml and rl.yml for attributes of a model that are not named like them.
 _KEYS = {"num_layers": "base_num_decoder_layers", "width": "base_emb_dim", "mlp_dim": "base_mlp_dim"}
 _KEYS |= {"num_heads": "base_num_query_heads", "tied": "logits_via_embedding", "param_dtype": "weight_dtype"}
@@ -277,17 +278,12 @@ class LanguageModel:
         return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
 
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
-        """Return the loss that gathers each layer's weights over fsdp where it uses them and reduce-scatters their gradients.
-
-        Left to itself, the compiler may gather the activations of all rows. Without an fsdp axis it is `loss`.
-        """
+        """Return the loss that gathers each layer's weights over fsdp where it uses them, and scatters their gradients."""
+        # Left to itself, the compiler may gather the activations of all rows.
         return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
-        """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers.
-
-        Besides its input, a stage keeps of a microbatch for its backward pass what `KEEP_POLICIES` says.
-        """
+        """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers."""
 
         def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array) -> jax.Array:
             return self.embed(params, batch["tokens"][:, :-1].astype(jnp.int32))
@@ -347,8 +343,7 @@ class LanguageModel:
 def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str, mesh: Mesh | None) -> jax.Array:
     """Return the causal attention of each query, (B, T, H, D), by the kernel on TPUs unless the kind is `dot_product`.
 
-    Plain attention keeps the logits of all pairs of positions, and the kernel, on whole tiles of positions, those of a tile.
-    `mesh` has the devices that the program is compiled for, or is None if they are not known.
+    The memory of the kernel is linear in T. `mesh` has the devices to compile for, or is None if they are not known.
     """
     on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
     if kind == "dot_product" or not on_tpu or q_BTHD.shape[1] % TILES[-1]:
@@ -457,3 +452,75 @@ def tiled_cross_entropy(
 def _sum_over_targets(log_p_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     counts_BT = jnp.arange(log_p_BT.shape[1]) < length_B[:, None]
     return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(log_p_BT.dtype)
+
+
+class Cache(NamedTuple):
+    """Keys, rotated to their positions, and values of every layer: (L, B, S, G, D) each."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def prefill(
+    model: LanguageModel, params: Mapping[str, Any], tokens_BP: jax.Array, length_B: jax.Array, num_slots: int
+) -> tuple[jax.Array, Cache]:
+    """Read prompts of at least one token, padded after their end; return the logits (B, V) of the next token and the cache.
+
+    `num_slots`, S, is the tokens of the longest prompt plus those to generate.
+    """
+    B, P = tokens_BP.shape
+    positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        k = rotate(k, positions_BP, num_slots)
+        mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
+        return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
+
+    x_BPE, cache = jax.lax.scan(
+        lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),
+        model.embed(params, tokens_BP),
+        params["layers"],
+    )
+    last_B1E = jnp.take_along_axis(x_BPE, (length_B - 1)[:, None, None], axis=1)
+    return model.head(params, last_B1E)[:, 0], cache
+
+
+def decode(
+    model: LanguageModel, params: Mapping[str, Any], cache: Cache, token_B: jax.Array, position_B: jax.Array
+) -> tuple[jax.Array, Cache]:
+    """Read one token per row, at its position; return the logits (B, V) of the next one and the cache with it."""
+    num_slots = cache.keys.shape[2]
+    slots_BS = jnp.arange(num_slots) == position_B[:, None]
+    seen = (jnp.arange(num_slots) <= position_B[:, None])[:, None, None, None, :]
+
+    def apply(x_B1E: jax.Array, numbered: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+        layer, old = numbered
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
+            k = rotate(k, position_B[:, None], num_slots)
+            new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
+            return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
+
+        return Block(model).apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
+
+    x_B1E, cache = jax.lax.scan(apply, model.embed(params, token_B[:, None]), (params["layers"], cache))
+    return model.head(params, x_B1E)[:, 0], cache
+
+
+def packed_hidden(
+    model: LanguageModel, params: Mapping[str, Any], tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array
+) -> jax.Array:
+    """Return the output of the last layer (B, T, E) for rows of several sequences, numbered by `segments_BT`."""
+    T = tokens_BT.shape[1]
+    same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
+    mask = same[:, None, None]
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
+
+    return jax.lax.scan(
+        lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),
+        model.embed(params, tokens_BT),
+        params["layers"],
+    )[0]

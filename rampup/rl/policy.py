@@ -26,8 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.engine.contract import LossFn
 from rampup.engine.mesh import BatchAxes, auto_view, replicated
 from rampup.errors import ConfigError, a_type
-from rampup.lm.decode import decode, packed_hidden, prefill
-from rampup.lm.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel, decode, packed_hidden, prefill
 
 # Beyond it, the exponential of a difference of log-probabilities says nothing and may overflow.
 MAX_LOG_RATIO = 20.0

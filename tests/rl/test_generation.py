@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.generation, rampup.rl.policy and rampup.lm.decode."""
+"""Tests of rampup.rl.generation, rampup.rl.policy and the decoding of rampup.lm.transformer."""
 
 import functools
 
@@ -11,8 +11,7 @@ from flax import nnx
 from helpers import toy
 
 from rampup.errors import ConfigError, DataError
-from rampup.lm.decode import packed_hidden
-from rampup.lm.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel, packed_hidden
 from rampup.rl.generation import Sampling, generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
