@@ -52,28 +52,21 @@ from rampup.plan.numbers import finite_or_none
 TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
 SAMPLES, TOKENS = (tuple(f"noise_scale_{unit}{end}" for end in ("", "_low", "_high")) for unit in ("samples", "tokens"))
 COUNTS = ("consumed_samples", "global_batch_size")
-# Larger than any number of a step, and small enough that squares of squares are finite.
-LARGEST = 1e50
-# Steps that S and G2 are averaged over at least.
-LEAST_BIN = 16
+LARGEST = 1e50  # larger than any number of a step, and small enough that squares of squares are finite
+LEAST_BIN = 16  # steps that S and G2 are averaged over at least
 # S over the standard error of G2, by the lower end of the 90% interval of a G2 that is as large as that error.
 OPEN_RATIO = 2.64
-# The largest ratio of the ends of an interval at which an octave of samples still has its own noise scale.
-PRECISE = 4.0
+PRECISE = 4.0  # the largest ratio of the ends of an interval at which an octave of samples still has its own noise scale
 # The same for the first and the last step, and the shares of a run that their lines go through: the first that is precise.
 END_PRECISE = 8.0
 FIRST_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 LAST_SHARES = (1 / 4, 1 / 2, 1.0)
-# A half-life with which no step of an average fades.
-FOREVER = 1e300
-# Lines of metrics.jsonl, each with its samples per unit of weight.
-Steps = list[tuple[Mapping[str, Any], float]]
+FOREVER = 1e300  # a half-life with which no step of an average fades
+Steps = list[tuple[Mapping[str, Any], float]]  # lines of metrics.jsonl, each with its samples per unit of weight
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
-# Places of a run at which its loss, hours and noise scale are predicted.
-COURSE_PARTS = 10
-# The noise scale is not taken to grow beyond this many times the last measured one unless the user names the growth.
-MOST_GROWTH = 4.0
+COURSE_PARTS = 10  # places of a run at which its loss, hours and noise scale are predicted
+MOST_GROWTH = 4.0  # the noise scale is not taken to grow by more after its last measurement, unless the growth is named
 
 
 def design_ramp(
@@ -102,11 +95,6 @@ def design_ramp(
     Raises:
         ConfigError: no length of the run, nothing to choose from, or measurements of other sequence lengths.
         DataError: no noise scale and no critical batch was measured, or too early for a run of this length.
-
-    Example:
-        >>> config = rampup.load_config("configs/base.yml")  # doctest: +SKIP
-        >>> found = rampup.design_ramp(config, ["runs/demo"], num_devices=8, train_tokens=10**9)  # doctest: +SKIP
-        >>> [(each["name"], each["hours"], each["batch_size_schedule"]) for each in found["candidates"]]  # doctest: +SKIP
     """
     tokens = config.train_tokens if train_tokens is None else train_tokens
     if not tokens:
@@ -392,16 +380,11 @@ class Measurements(NamedTuple):
                 losses = [(line["consumed_samples"], line["loss"]) for line in lines if line.get("loss") is not None]
         if not noise:
             names = ", ".join(map(str, paths))
-            raise DataError(
-                f"no noise scale and no critical batch was measured in {names}: train with measure_gradient_noise=true, "
-                "or run `rampup critical RUN_DIR` at one or more checkpoints",
-                key="measured",
-            )
-        what = "noise scale"
-        larger = "measure over more samples, or in a larger batch"
+            fix = "train with measure_gradient_noise=true, or run `rampup critical RUN_DIR` at one or more checkpoints"
+            raise DataError(f"no noise scale and no critical batch was measured in {names}: {fix}", key="measured")
+        what, larger = ("noise scale", "measure over more samples, or in a larger batch")
         if source == "critical":
-            what = "critical batch"
-            larger = "measure again with larger --multiples"
+            what, larger = ("critical batch", "measure again with larger --multiples")
         lowest = [(point.samples, point.low) for point in noise if point.high == math.inf]
         highest = [(point.samples, point.noise) for point in noise if point.low == 0]
         notes += [
@@ -442,12 +425,9 @@ def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]
     if (folder / CONFIG_FILE).is_file():
         own = load_config(folder / CONFIG_FILE)
         if own.max_target_length != length:
-            raise ConfigError(
-                f"{folder} was measured with max_target_length={own.max_target_length}, but the design has "
-                f"{length}: a batch in samples does not mean the same",
-                key="max_target_length",
-                nearest=(own.max_target_length,),
-            )
+            rule = f"{folder} was measured with max_target_length={own.max_target_length}, but the design has {length}"
+            nearest = (own.max_target_length,)
+            raise ConfigError(f"{rule}: a batch in samples does not mean the same", key="max_target_length", nearest=nearest)
         if different := [name for name in IDENTITY_KEYS if getattr(own, name) != getattr(config, name)]:
             changes = ", ".join(f"{name}={getattr(own, name)}" for name in different[:6])
             notes.append(f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run")
@@ -488,10 +468,9 @@ def _critical_points(folder: Path) -> list[NoisePoint]:
 
 
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> list[NoisePoint]:
-    """Return the noise scale at the first step of a run, in every octave of its samples, and at its last step.
+    """Return the noise scale in every octave of a run's samples, and at its first and last step by lines through S and G2.
 
-    An octave has the averages of S and G2 over all its steps: those whose running estimate has a value have too large a G2.
-    Growing, it is smaller at the first step than in any octave, and larger at the last: these have lines through S and G2.
+    An octave has the averages over all its steps: those whose running estimate has a value have too large a G2.
     """
 
     def average(steps: Steps) -> NoiseScale:
@@ -552,8 +531,8 @@ def _point(samples: float, batch: float, found: NoiseEstimate, trace: float, squ
 def _end_point(steps: Steps, shares: Sequence[float]) -> NoisePoint:
     """Return the noise scale at the first of the steps, by least-squares lines through their S and through their G2.
 
-    The lines go through the first share of the run that gives a precise interval: Fieller's, with variances from the residuals
-    (HC3 of MacKinnon and White 1985).
+    They go through the first share of the run that gives a precise interval: Fieller's, with HC3 variances (MacKinnon and
+    White 1985).
     """
     # Straight over the samples at the start of the run, and over their logarithm at its end, from where the steps go backwards.
     rows = [[line[key] for key in (*COUNTS, SQUARED_NORM)] + [line[TRACE] * rate] for line, rate in steps]

@@ -90,10 +90,7 @@ class Programs:
         return self.splitter.smallest // self.splitter.data_parallel_size
 
     def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler ran out of memory.
-
-        The line of progress of a compilation for absent slices says that at most `more` follow, if that is known.
-        """
+        """Return the memory that a step takes of one device, or None if the compiler ran out of it; at most `more` follow."""
         if size in self._memory:
             return self._memory[size]
         name, found = f"microbatch of {size.microbatch_size:,}", None
@@ -227,11 +224,9 @@ def fit_line(points: Sequence[Point]) -> Point:
 
 
 def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:
-    """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds) of each b; None if they do not show it.
-
-    A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of the times over the ticks is
-    t * (b / v + h): a line over b, whose start over its slope is h * v.
-    """
+    """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds) of each b, or None."""
+    # A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of the times over the ticks is
+    # t * (b / v + h): a line over b, whose start over its slope is h * v.
     slopes = [(float(b), fit_line(points)[1]) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
     if len(slopes) < 2 or min(slope for _, slope in slopes) <= 0:
         return None

@@ -43,28 +43,23 @@ from rampup.tune.topology import Target, compiler_version, refused_bytes, topolo
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
 MARGIN = Fraction(5, 100)
-# The search ends at this many times the largest batch of the plan.
-SEARCH_FACTOR = 64
+SEARCH_FACTOR = 64  # the search ends at this many times the largest batch of the plan
 MAX_TIMED_SIZES = 8
 # Relative differences below this are ties, of times and of estimates. The proposal with fewer shapes then wins.
 TIE_TOLERANCE, ESTIMATE_TOLERANCE = 0.05, 0.25
 # Sizes that are compiled for absent slices: with a large model each takes minutes. The search may take more.
 MAX_COMPILED_SIZES = 3
-# The largest sizes, per kind of proposal, that are worth timing.
-NEAR_THE_TOP = 3
+NEAR_THE_TOP = 3  # the largest sizes, per kind of proposal, that are worth timing
 MAX_SHAPES = 8
-# For a memory option, whose step takes turns with that of the configuration.
-SHORT_TIMING_SECONDS = 15.0
+SHORT_TIMING_SECONDS = 15.0  # for a memory option, whose step takes turns with that of the configuration
 # Configuration key -> the part of the training state that it keeps in host memory.
 OFFLOAD_KEYS = {"optimizer_memory_host_offload": "opt_state", "parameter_memory_host_offload": "params"}
 NOT_RUN = "not run: this is computed"
 # Of `RampPlan.phase_rows`.
 PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accumulation_steps", "num_pipeline_microbatches")
 PHASE_KEYS += ("microbatch_size",)
-# The result as JSON: docs/reference/json_output.md says what its keys mean.
-Facts = dict[str, Any]
-# (microbatch size, number of microbatches) -> times.
-Times = Mapping[tuple[int, int], Timing]
+Facts = dict[str, Any]  # the result as JSON: docs/reference/json_output.md says what its keys mean
+Times = Mapping[tuple[int, int], Timing]  # by microbatch size and number of microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +104,7 @@ def tune(
 ) -> Facts:
     """Return what `rampup tune --json` prints. Ctrl-C ends the search with what it has found so far, if anything.
 
-    `memory_gib` is that of one device; None = the devices' own. A topology excludes `num_devices`. With `memory_options`, or if
-    nothing fits, the other ways to save memory are measured too.
+    `memory_gib` is that of one device; None = the devices' own. If nothing fits, `memory_options` are always measured.
     """
     if config.gradient_accumulation != "fused":
         rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
@@ -357,7 +351,9 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
         # Powers of two are tried too.
         powers = {1 << exponent for exponent in range(most.bit_length())}
         sizes = sorted(size for size in legal | powers if least <= size <= most)
-        number = bisect.bisect_right(sizes, usable, key=lambda size: programs.bytes(programs.size(size)))
+        # The smallest first: if it does not fit, no larger one is compiled.
+        used = lambda size: programs.bytes(programs.size(size))  # noqa: E731
+        number = bisect.bisect_right(sizes, usable, lo=1, key=used) if sizes and used(sizes[0]) <= usable else 0
         next_larger = sizes[number] if number < len(sizes) else next_larger
         if number:
             return sizes[number - 1], next_larger
@@ -522,12 +518,11 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
     def add(name: str, settings: Mapping[str, Any], used: float, saved: float, **more: Any) -> None:
         """Add an option with the keys to change, none if it takes other devices."""
         row = {"name": name, "settings": settings, "bytes": finite_or_none(used), "saved_bytes": finite_or_none(saved)}
-        # `slowdown` is the time of a step over the time without the change. Bytes that are not `compiled` are an estimate. The
-        # remark says why an option is not available, or what its bytes leave out.
+        # Bytes that are not `compiled` are an estimate; the remark says why there are none, or what they leave out.
         options.append(row | {"fits": used <= usable, "slowdown": None, "compiled": True, "remark": ""} | more)
 
     def measure(name: str, settings: Mapping[str, Any], programs: Programs, changed: Size) -> None:
-        """Add a compiled option, with its slowdown if both programs run here."""
+        """Add a compiled option, with the time of its step over that without the change if both run here."""
         used, slowdown = programs.bytes(changed), None
         if programs.fits_here(changed) and base.fits_here(size):
             steps = [made.step_of(each, each.num_microbatches) for made, each in ((base, size), (programs, changed))]

@@ -33,8 +33,7 @@ from rampup.inspection.account import Account, account_of
 from rampup.inspection.hlo import Program
 from rampup.plan.topology import Topology
 
-# Part of a cached result's key: raise it if the account of a program changes.
-_FORMAT = 5
+_FORMAT = 5  # part of a cached result's key: raise it if the account of a program changes
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
 COMPILER_THREAD = "rampup-topology-compiler"
@@ -51,8 +50,7 @@ _ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-# Caps the memory that a program may use.
-_HBM_OPTION = "xla_tpu_max_hbm_size_mib"
+_HBM_OPTION = "xla_tpu_max_hbm_size_mib"  # caps the memory that a program may use
 # The version that JAX 0.7.2 asks for. Older ones end the process with a segmentation fault after a compilation.
 _OLDEST_LIBTPU = (0, 0, 23)
 _libtpu_lock = threading.Lock()
@@ -116,10 +114,7 @@ def _devices(topology: Topology) -> Sequence[Any]:
 
 
 def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
-    """Compile a program that was lowered for the devices of a topology; see `rampup.engine.offload.is_out_of_memory`.
-
-    `kind` is the TPU generation with whose options `rampup train` would compile. `hbm_bytes` are rounded down to MiB.
-    """
+    """Compile a program for a topology with the options that `rampup train` has for a kind of TPU, in so many bytes, by MiB."""
     options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
     # JAX writes such programs into its cache but cannot read them back without a TPU: it would warn and compile again.
     name = "jax_persistent_cache_min_compile_time_secs"
