@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.plan.ramp import AutoMode, BatchRamp
 
-# Steps between two decisions.
-DECISION_PERIOD = 10
+DECISION_PERIOD = 10  # steps between two decisions
 MAX_WASTE = 0.2
 
 

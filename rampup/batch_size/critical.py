@@ -20,15 +20,13 @@ from rampup.batch_size.design_model import weighted_line
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.plan.numbers import exact_fraction, finite_or_none
 
-# Weight of the newest evaluation in the smoothed loss, as in the paper.
-SMOOTHING = 0.5
+SMOOTHING = 0.5  # weight of the newest evaluation in the smoothed loss, as in the paper
 # Evaluations of a branch if its window is long enough, and the fewest.
 EVALUATIONS, LEAST_EVALUATIONS = 16, 4
-# If no window is given, it is at least so many optimizer steps of the largest branch, and so long that the loss curve of the
-# run promises this gain in nats: a sixth of it is some three standard errors of a difference of losses.
+# A window that is not given has at least so many steps of the largest branch, and the loss curve of the run promises this gain
+# in nats from it: a sixth of it is some three standard errors of a difference of losses.
 DEFAULT_STEPS, DEFAULT_GAIN = 20, 0.02
-# The default tolerance as a share of the gain: w / (1 - w) is 20%.
-TOLERANCE_SHARE = 1 / 6
+TOLERANCE_SHARE = 1 / 6  # the default tolerance as a share w of the gain: w / (1 - w) is 20%
 # A measurement decides if its tolerance is at most this share of the gain, so that a batch which wastes half of its samples
 # fails, and at least so many standard errors.
 DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
@@ -51,10 +49,7 @@ class BranchWindow:
 
     @classmethod
     def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None, *, promising: int = 0) -> Self:
-        """Return the branches of a run with this batch, each at least as long as `samples`, or refuse the request.
-
-        None: `DEFAULT_STEPS` optimizer steps of the largest branch, or `promising` samples if these are more.
-        """
+        """Return the branches of a run with this batch, each of at least `samples` or `promising` ones, or refuse them."""
         factors = sorted(exact_fraction(multiple, what="multiples", key="multiples") for multiple in multiples)
         if wrong := [factor for factor in factors if not 0 < factor <= MAX_MULTIPLE]:
             rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"
@@ -209,10 +204,7 @@ def judge(
     tolerance: float | None,
     consumed_samples: int,
 ) -> Verdict:
-    """Return what the branches show, and whether they could have shown something else.
-
-    `checkpoint` has the losses before the window, which begins after `consumed_samples`, on the rows of the last evaluation.
-    """
+    """Return what the branches from a checkpoint show, and whether they could have shown something else."""
     gain, gain_error = _gain(curves[0], checkpoint, window.num_evaluations)
     # A gain that is not clear may be as large as its error.
     likely = max(gain or 0.0, gain_error)
@@ -223,8 +215,7 @@ def judge(
     if gain is None or likely == 0:
         return Verdict(branches=results, critical=critical, tolerance=tolerance, gain=gain, decisive=False)
     errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
-    # How many times as much the window would have to gain. A longer one gains in proportion, and is evaluated on so many more
-    # rows.
+    # How many times as much the window would have to gain. A longer one gains, and is evaluated on rows, in proportion.
     needed = max(
         tolerance / (DECISIVE_SHARE * likely),
         (DECISIVE_ERRORS * max(errors) / tolerance) ** (2 / 3),
@@ -246,10 +237,7 @@ def judge(
 
 
 def samples_for_gain(curve: Iterable[tuple[int, float]], consumed_samples: int, gain: float = DEFAULT_GAIN) -> int:
-    """Return the samples after which the loss of a run is lower by `gain`, by the slope of its second half over ln(samples).
-
-    It is 0 if the loss does not fall there, or too few losses are known.
-    """
+    """Return after how many samples the loss of a run is lower by `gain`, by its second half; 0 if that does not say it."""
     second_half = [(n, loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
     if len(second_half) < LEAST_EVALUATIONS:
         return 0

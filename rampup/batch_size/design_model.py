@@ -6,10 +6,9 @@ number of samples that a run with a very small batch would need. N is a function
 seconds per step, a unit of progress takes t(B) * (1/B + 1/N) seconds; AdaptDL and Pollux call its inverse goodput (Qiao et al.
 2021, arXiv 2008.12260). The batch that minimizes it at every point of the run makes the fastest schedule to any loss.
 
-It has no memory: what the noise of a step costs is lost for good. While the learning rate is constant, that is not what is
-seen. Loss curves of different batches cross (Zhou et al. 2026, arXiv 2601.05034), and soon after a switch to a large batch the
-loss is that of a run that always had it, because noise is forgotten (Wang et al. 2026, arXiv 2602.14208, whose functional
-scaling law is that of Li et al. 2025, arXiv 2509.19189). `ForgettingModel` is for such a rate.
+It has no memory: what the noise of a step costs is lost for good. `ForgettingModel` is for a constant learning rate, at which
+loss curves of different batches cross (Zhou et al. 2026, arXiv 2601.05034) and noise is forgotten (Wang et al. 2026, arXiv
+2602.14208, whose functional scaling law is that of Li et al. 2025, arXiv 2509.19189).
 """
 
 from __future__ import annotations
@@ -29,23 +28,17 @@ PUBLISHED_GROWTH = 0.47
 # Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv 2203.15556), and the refit of their data by
 # Besiroglu et al. 2024 (arXiv 2404.10102).
 DATA_EXPONENTS = (0.28, 0.37)
-# Parts of a schedule in which progress is integrated.
-PARTS = 1024
-# Parts of a schedule in which the noise that is forgotten is integrated.
-FORGETTING_PARTS = 1000
-# A schedule that has not reached a loss after this many lengths of the run is taken never to reach it.
-MOST_LENGTHS = 3
-
-# Thresholds in samples with the batch from there on, the first at 0.
-Schedule = tuple[tuple[int, int], ...]
+PARTS, FORGETTING_PARTS = 1024, 1000  # parts of a schedule in which the models are integrated
+MOST_LENGTHS = 3  # a schedule that has not reached a loss after so many lengths of the run is taken never to reach it
+Schedule = tuple[tuple[int, int], ...]  # thresholds in samples with the batch from there on, the first at 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseCurve:
     """The gradient noise scale over the progress of a run, in samples."""
 
-    # (progress, noise scale) in order of progress; straight lines between them in logarithms. An infinite noise scale has no
-    # upper end.
+    # (progress, noise scale) in order of progress, the latter infinite without an upper end; between them straight lines in
+    # logarithms.
     knots: tuple[tuple[float, float], ...]
     growth: float  # exponent of the power law after the last knot
 
@@ -62,11 +55,6 @@ class NoiseCurve:
             return math.inf
         share = math.log(progress / x0) / math.log(x1 / x0)
         return n0 * float((n1 / n0) ** share)
-
-    def knot_after(self, progress: float) -> float:
-        """Return the progress of the next knot, or infinity."""
-        place = bisect.bisect_right(self.knots, (progress, math.inf))
-        return self.knots[place][0] if place < len(self.knots) else math.inf
 
 
 class NoisePoint(NamedTuple):
@@ -204,7 +192,8 @@ class DesignModel:
             while done < end:
                 part = min(end - done, max(done / PARTS * 4, (end - start if end < math.inf else progress or 0.0) / PARTS, 1.0))
                 # No part goes beyond a knot of the noise curve, which may be close to the one before it.
-                knot = self.noise.knot_after(reached)
+                place = bisect.bisect_right(self.noise.knots, (reached, math.inf))
+                knot = self.noise.knots[place][0] if place < len(self.noise.knots) else math.inf
                 middle = min(reached + part / 2 / (1 + batch / self.noise.at(reached)), (reached + knot) / 2)
                 gain = part / (1 + batch / self.noise.at(middle))
                 if reached + gain > knot:
@@ -270,10 +259,10 @@ class ForgettingModel:
     """The model for a constant learning rate, in which the loss is a signal plus a noise.
 
     The signal falls with the learning rate times the steps, and the noise relaxes to a level in proportion to the rate over the
-    batch. Two choices are ours. Noise fades exponentially; the papers have a power law. And its size follows from a batch b for
-    which the rate was tuned: at the best constant rate, a slightly higher one would add as much noise as it lowers the signal,
-    so the noise of b is the decrease of the loss per factor e of the progress P. A step of b makes a progress of b / (1 + b/N).
-    With a rate that is scaled by (B/b)^r, and is not above that of a noiseless step, a sample in a batch B makes
+    batch. Two choices are ours. Noise fades exponentially, not by a power law. And its size follows from a batch b for which
+    the rate was tuned: a slightly higher one would add as much noise as it lowers the signal, so the noise of b is the decrease
+    of the loss per factor e of the progress P. A step of b makes a progress of b / (1 + b/N). With a rate that is scaled by
+    (B/b)^r, and is not above that of a noiseless step, a sample in a batch B makes
 
         g(B) = min((B/b)^r b / (1 + b/N), N) / B    of progress, and its noise fades to    g(B)/g(b) |dL/dlnP|.
     """
@@ -364,10 +353,7 @@ def format_schedule(schedule: Iterable[tuple[int, int]], *, tokens_per_sample: i
 
 
 def weighted_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return start and slope of the least-squares line, flat if all x are the same, and the slope's inverse variance.
-
-    The third number of a point is the inverse of the variance of y.
-    """
+    """Return start, slope and inverse variance of the slope of a least-squares line through (x, y, inverse variance of y)."""
     total = sum(weight for *_, weight in points)
     mean_x, mean_y = (sum(point[axis] * point[2] for point in points) / total for axis in (0, 1))
     if len({x for x, *_ in points}) == 1:  # their mean may differ from them in its last bit

@@ -14,8 +14,7 @@ EpsScaling = Literal["none", "sde"]
 WeightDecayScaling = Literal["none", "timescale", "power_lines"]
 # The best B / (learning rate * weight decay * D) falls with the tokens per parameter, to this power (Bergsma et al. 2025).
 TIMESCALE_EXPONENT = -0.527
-# The largest decay rate below 1 that a device can tell from 1, in float32.
-MAX_DECAY_RATE = 1 - 2**-24
+MAX_DECAY_RATE = 1 - 2**-24  # the largest decay rate below 1 that a device can tell from 1, in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

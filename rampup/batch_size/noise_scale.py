@@ -21,10 +21,8 @@ from typing import Any, Self
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 
-# Two-sided 90%: the 0.95 quantile of the normal distribution.
-_Z = 1.6448536269514722
-# Effective number of steps below which there is no interval.
-MIN_STEPS = 4.0
+_Z = 1.6448536269514722  # two-sided 90%: the 0.95 quantile of the normal distribution
+MIN_STEPS = 4.0  # effective number of steps below which there is no interval
 # Half-life of the averages if it is not given: a share of the run's samples, but this many of its largest batches at least.
 HALF_LIFE_SHARE, HALF_LIFE_BATCHES = 0.05, 30
 
@@ -95,10 +93,8 @@ class NoiseScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.half_life_samples < math.inf:
-            raise ConfigError(
-                f"the half-life of the noise scale is {self.half_life_samples} samples; it must be a positive number",
-                key="gradient_noise_half_life_samples",
-            )
+            rule = f"the half-life of the noise scale is {self.half_life_samples} samples; it must be a positive number"
+            raise ConfigError(rule, key="gradient_noise_half_life_samples")
 
     @classmethod
     def from_state(cls, state: Mapping[str, float]) -> Self:
@@ -124,8 +120,7 @@ class NoiseScale:
         if not counts:
             return
         h, ds, dg = w / self.total, trace - self.trace, squared_norm - self.squared_norm
-        # The first step has no mean to be compared with. With more than half of the weight, the unbiased variance could be
-        # negative; what the steps before contribute is its lower limit.
+        # With more than half of the weight, the unbiased variance could be negative: its limit is what the steps before have.
         kept, gain = (0.0, 0.0) if not before else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
         self.trace_variance = kept * self.trace_variance + gain * ds * ds
         self.squared_norm_variance = kept * self.squared_norm_variance + gain * dg * dg

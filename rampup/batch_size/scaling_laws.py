@@ -126,7 +126,30 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     `tuned` is a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`: each law then has the rate
     for its batch by the square-root rule (Malladi et al. 2022, arXiv 2205.10287).
     """
-    d, n, pair = _numbers(train_tokens, params, tuned)
+    problems: list[RampupError] = []
+
+    def count(value: str | int, key: str) -> int:
+        try:
+            if (number := parse_count(value, what=key, key=key)) < 1:
+                problems.append(ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,)))
+            return number
+        except RampupError as error:
+            problems.append(error)
+            return 0
+
+    d = count(train_tokens, "train-tokens")
+    n = None if params is None else count(params, "params")
+    pair = None
+    if tuned is not None:
+        rate, _, batch = tuned.partition("@")
+        try:
+            pair = float(rate), parse_count(batch, what="tuned", key="tuned")
+        except (ValueError, RampupError):
+            pair = 0.0, 0
+        if not (0 < pair[0] < float("inf") and pair[1] >= 1):
+            text = f"tuned={tuned} must be a learning rate and its batch in tokens, such as 3e-4@0.5M"
+            problems.append(ConfigError(text, key="tuned", nearest=("3e-4@0.5M",)))
+    raise_together(problems)
     known = [law for law in LAWS if n is not None or not law.needs_params]
     rows = [_evaluate(law, d, n, pair) for law in known]
     optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
@@ -180,31 +203,3 @@ def _advised(row: dict[str, Any]) -> int:
     """Return the batch of a row that is advised: the optimal one, or that of 20% more tokens."""
     size: int = row.get("batch_tokens_at_overhead", {}).get(ADVISED, row["batch_tokens"])
     return size
-
-
-def _numbers(
-    train_tokens: str | int, params: str | int | None, tuned: str | None
-) -> tuple[int, int | None, tuple[float, int] | None]:
-    """Return the tokens, the parameters, and the tuned rate with its batch."""
-    problems: list[RampupError] = []
-    found: dict[str, Any] = {"train-tokens": train_tokens, "params": params}
-    for key, value in found.items():
-        if value is not None:
-            try:
-                found[key] = parse_count(value, what=key, key=key)
-                if found[key] < 1:
-                    problems.append(ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,)))
-            except RampupError as error:
-                problems.append(error)
-    pair = None
-    if tuned is not None:
-        rate, _, batch = tuned.partition("@")
-        try:
-            pair = float(rate), parse_count(batch, what="tuned", key="tuned")
-        except (ValueError, RampupError):
-            pair = 0.0, 0
-        if not (0 < pair[0] < float("inf") and pair[1] >= 1):
-            text = f"tuned={tuned} must be a learning rate and its batch in tokens, such as 3e-4@0.5M"
-            problems.append(ConfigError(text, key="tuned", nearest=("3e-4@0.5M",)))
-    raise_together(problems)
-    return found["train-tokens"], found["params"], pair
