@@ -45,10 +45,7 @@ def branch_risks(steps, size):
 
 
 def test_critical_finds_the_batch_of_the_exact_recursion():
-    """At 5 checkpoints and 4 tolerances, branches with early stopping find the largest batch whose exact risk is tolerable.
-
-    The 20 answers are not all the same, and branches stop early in some of them.
-    """
+    """At 5 checkpoints and 4 tolerances, branches that may stop early find the largest batch whose exact risk is tolerable."""
     answers, stopped, number = set(), 0, WINDOW.num_evaluations
     for steps, factor in itertools.product(CHECKPOINTS, TOLERANCES):
         tolerance = factor * checkpoint(steps).risk
@@ -178,10 +175,7 @@ def chinchilla(tokens, params=7e9):
 
 
 def simulate(consumed, window, wasted, seed=0):
-    """Return the curves of branches that waste shares of their samples at 7B parameters, and the checkpoint's evaluation.
-
-    All see the same rows, whose losses differ by 0.3; those of a branch differ from the others by 0.002.
-    """
+    """Return the curves of branches that waste shares of their samples at 7B parameters, and the checkpoint's evaluation."""
     rng, rows = np.random.default_rng(seed), np.random.default_rng(seed + 1).normal(0, 0.3, (window.num_evaluations, 16))
 
     def evaluate(tokens, number):

@@ -51,10 +51,7 @@ def reference():
 
 @functools.cache
 def brute_force():
-    """Return the steps at each size that every ramp with up to three sizes and two switches needs to the exact target.
-
-    All ramps are followed at once, one row each. Whenever the risk falls below a ramp's threshold, its batch grows.
-    """
+    """Return the steps at each size that every ramp with up to three sizes and two switches needs to the exact target."""
     levels = np.geomspace(START.risk, TARGET, 14)[1:-1]
     ramps = [((size,), ()) for size in SIZES]
     ramps += [(pair, (level,)) for pair in itertools.combinations(SIZES, 2) for level in levels]
@@ -106,11 +103,7 @@ def test_designed_ramp_is_as_fast_as_a_search(times):
 
 @pytest.mark.slow
 def test_recommended_batches_cost_what_is_printed():
-    """Of 100 regressions, at least 90 need between half and twice the predicted share of more samples than a very small batch.
-
-    The recommended batch is the largest that is predicted to need at most 20% more, by the noise scale of a run with a batch of
-    4. The truth is followed step by step to the risk of that run, at the best learning rate of each step.
-    """
+    """Of 100 regressions, at least 90 need between half and twice the predicted share of additional samples."""
     rng, runs, small = np.random.default_rng(0), 100, 4
     h = 1 / np.arange(1, 33) ** rng.uniform(0.5, 1.2, (runs, 1))
     start, s2 = rng.lognormal(0, 0.7, (runs, 32)), rng.uniform(0.1, 3, runs)
@@ -342,9 +335,7 @@ def test_no_rate_is_above_that_of_a_noiseless_step():
 
 
 def test_a_late_switch_wins_where_samples_cost_time():
-    """It has the noise of the large batch and nearly the steps of the small one: it is faster than both, and the first model
-    has the small batch for the fastest.
-    """
+    """It has the noise of the large batch in nearly the steps of the small one, which the first model has for the fastest."""
     model = forgetting()
     loss = model.loss(model.follow(((0, 4),)))
     late = model.late_switch([4, 16, 64])

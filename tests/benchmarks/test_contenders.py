@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from contenders import AUTO, CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, PER_PHASE, QUICK, start_run, strided
+from contenders import AUTO, CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, PER_PHASE, QUICK, start_run
 from ramp import transition_plan
 
 from rampup.engine.mesh import make_mesh
@@ -13,9 +13,7 @@ STEPS = 4
 
 @pytest.mark.bench
 def test_contenders_have_the_losses_compilations_and_sizes_of_their_policy():
-    """On the same rows, rampup and optax.microbatching have the losses of the big batch. Rampup with fixed microbatches,
-    MultiSteps and optax.microbatching compile once, a jit per size three times. A step in another size than planned is late.
-    """
+    """On the same rows, each has the losses of the big batch, or the compilations and late steps, that its policy implies."""
     plan, mesh = transition_plan(QUICK, STEPS, STEPS), make_mesh(devices=jax.devices()[:1])
     runs = {name: start_run(name, QUICK, plan, mesh) for name in CONTENDERS}
     losses = {name: [float(loss) for loss in run.losses] for name, run in runs.items()}
@@ -32,12 +30,3 @@ def test_contenders_have_the_losses_compilations_and_sizes_of_their_policy():
     planned = {FIXED: sizes[FIXED], PER_PHASE: sizes[JIT], AUTO: [b] * 2 * STEPS + [3 * b] * STEPS}
     for name, wanted in planned.items():
         assert runs[name].late_steps == [step for step in range(3 * STEPS) if sizes[name][step] != wanted[step]]
-
-
-def test_strided_gives_microbatches_of_consecutive_rows():
-    """Split as optax.microbatching does, the rows are the microbatches in order, then zeros."""
-    rows = np.arange(12).reshape(6, 2) + 1
-    found = strided(rows, rows=3, most=4).reshape(4, 3, 2, order="F")
-    column = strided({"x": rows[:, 0]}, rows=3, most=4)["x"].reshape((4, 3), order="F")
-    assert column.tolist() == [[1, 3, 5], [7, 9, 11], [0, 0, 0], [0, 0, 0]]
-    assert found.shape == (4, 3, 2)

@@ -59,9 +59,7 @@ def steps(seconds, sizes=(2,) * 12, **more):
 
 
 def test_slowest_change_sees_stalls_and_not_slower_phases():
-    """The first step of a phase or in another size is a change, and is compared with those of its phase and size; the
-    compilation before the first step of the run does not count.
-    """
+    """The first step of a phase or in another size is a change, compared with those of its phase and size."""
     calm = [99, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
     assert steps(calm).changes(PLAN) == [4, 8]
     assert steps(calm, [2] * 6 + [4] * 6).changes(PLAN) == [4, 6, 8]

@@ -238,9 +238,7 @@ def test_critical_that_decided_nothing_names_no_batch(gain, tokens, tmp_path, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicas", "pipeline"])
 def test_branches_read_their_run_only(run, tmp_path, kind):
-    """Half and three times the batch from an older checkpoint, in one program, of a run that trains meanwhile, also through
-    stages with sharded optimizer state and dropout.
-    """
+    """Branches of an older checkpoint, of a run that trains meanwhile, in one program, also through stages with ZeRO-1."""
     keys = {"base_num_decoder_layers": 2, "ici_pipeline_parallelism": 2, "shard_optimizer_over_data": True, "dropout_rate": 0.1}
     folder = run if kind == "replicas" else train(tmp_path, **keys)
     before = digest(folder)

@@ -61,9 +61,7 @@ def test_tensor_parallel_steps_reduce_gradients_once():
 
 @pytest.mark.slow
 def test_fsdp_reduces_what_memory_requires():
-    """With fsdp each gradient is reduced in the loop, since no device holds it whole; nothing moves between devices but that,
-    the weights that are gathered for use, and numbers.
-    """
+    """With fsdp each gradient is reduced in the loop; else only weights that are gathered for use, and numbers, move."""
     inside, _, _ = communication(MeshAxes(fsdp=8))
     assert {operation for operation, _ in inside} <= {"all-reduce", "reduce-scatter", "all-gather"}
     reduced = [shape for operation, shapes in inside if operation != "all-gather" for shape in shapes if shape]
@@ -72,10 +70,7 @@ def test_fsdp_reduces_what_memory_requires():
 
 @pytest.mark.parametrize("axes", [pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow), MeshAxes(data=2, fsdp=4)])
 def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
-    """The loop gathers weights, reduce-scatters their gradients and exchanges rows of the embedding: no all-reduce, so no
-    device receives a whole gradient, and nothing of the size of the activations of all rows or of the embedding. The gradients
-    of replicas and of the norms are reduced once, after the loop.
-    """
+    """No device receives a whole gradient, the embedding or the activations of all rows; norms are reduced after the loop."""
     inside, outside, _ = communication(axes, sharded_loss=True)
     assert {operation for operation, _ in inside} == {"all-gather", "reduce-scatter", "all-to-all"}
     embedding, tokens = (64, 32), (axes.fsdp * ROWS_OF_A_REPLICA, 16)

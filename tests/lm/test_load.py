@@ -61,9 +61,7 @@ def test_plain_orbax_restores_the_checkpoint(run):
 
 
 def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
-    """The message names the path, or the key with both values. A checkpoint that is named is not replaced by another one; a run
-    falls back to its newest intact one.
-    """
+    """The message names the path, or the key with both values; a run falls back to its newest intact checkpoint."""
     for name in ("", "missing", "demo/checkpoints/7"):
         with pytest.raises(ConfigError, match="no checkpoint in"):
             rampup.load(run.parent / name)

@@ -71,9 +71,7 @@ SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
     ],
 )
 def test_sharded_loss_is_that_of_one_device(axes, changes):
-    """With weights gathered by the loss itself, by the compiler (None) or in stages, loss, gradients and, without stages,
-    evaluation are those of one device, to 2e-5.
-    """
+    """Whatever gathers the weights, loss, gradients and, without stages, evaluation are those of one device, to 2e-5."""
     loss, staged = None, axes.pipeline > 1
     if staged or changes is None:
         loss = lambda model, mesh: model.pipelined(1) if staged else AccumulatedLoss(model.loss)  # noqa: E731

@@ -105,10 +105,7 @@ def test_shardings_refuse_sizes_that_do_not_divide(change, axes, key):
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
-    """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once.
-
-    With tied weights the embedding is the output layer.
-    """
+    """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
     model = LanguageModel(num_layers=1, width=64, mlp_dim=256, num_heads=4, num_kv_heads=2, vocab_size=128, tied=tied)
     rows = {"tokens": jnp.zeros((4, 33), jnp.int32), "length": jnp.full(4, 32)}
     grad = jax.jit(jax.grad(lambda params: model.loss(params, rows, jax.random.split(jax.random.key(0), 4))[0]))

@@ -22,10 +22,7 @@ CONFIG = rampup.Config(batch_size_schedule="0:16", steps=1000)
 
 
 def measured_steps(rng, truth, steps):
-    """Return S and G2 of steps with Gaussian gradients whose noise scale is known, in samples: a number, or one of each step.
-
-    tr(Sigma) is DIMS. The squares within the blocks and those around the mean are chi-squared variables.
-    """
+    """Return S and G2 of steps with Gaussian gradients and a known noise scale in samples; tr(Sigma) is DIMS."""
     truth = np.broadcast_to(truth, steps)
     traces = rng.chisquare((BLOCKS - 1) * DIMS, steps) / (BLOCKS - 1)
     along = np.sqrt(DIMS * BATCH / truth) + rng.standard_normal(steps)
@@ -93,10 +90,7 @@ def test_intervals_at_the_start_and_the_end_cover_the_truth(runs, tmp_path):
     ("truths", "runs"), [(TRUTHS[1::4], 1), pytest.param(TRUTHS, 13, marks=pytest.mark.slow)], ids=(2, 104)
 )
 def test_a_recommended_schedule_costs_what_is_printed(truths, runs, tmp_path):
-    """In 90% of runs of known truth, the fastest schedule needs between half and twice the printed share of additional tokens.
-
-    The design is for twice the measured samples, and for devices on which a step of 64 samples takes 2.5 times as long as 16.
-    """
+    """In 90% of runs of known truth, the fastest schedule needs between half and twice the printed additional tokens."""
     steps, ratios = 400, []
     tuned = tmp_path / "tune.json"
     phases = [{"global_batch_size": size, "step_seconds": 0.5 + size / 32} for size in (16, 32, 64)]
@@ -167,9 +161,7 @@ def test_critical_batches_count_by_the_tokens_that_they_need(tmp_path):
 
 
 def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
-    """Before the only checkpoint that `rampup critical` measured, the noise scale of the run counts, in proportion to it. The
-    intervals contain what both have measured.
-    """
+    """Before the only measured checkpoint, the noise scale of the run counts in proportion, in intervals that contain both."""
     run = write_run(tmp_path / "run", measured_steps(np.random.default_rng(0), BATCH, 400))
     noise = Measurements.read([run], rampup.Config()).noise
     write_critical(run, "step-400-a", step=400, consumed_samples=400 * BATCH, critical_batch_size=64)

@@ -170,18 +170,6 @@ def programs():
     return Programs(Config(**TUNED), jax.devices()[:1])
 
 
-@pytest.mark.slow
-def test_find_largest_is_exact_on_both_sides(programs):
-    """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
-    needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
-    assert (needs[4] - needs[2]) / (needs[2] - needs[1]) == pytest.approx(2, rel=0.5)
-    assert find_largest(programs, needs[2]) == (2, 4)
-    assert find_largest(programs, needs[2] - 1) == (1, 2)
-    assert find_largest(programs, needs[1] - 1) == (None, 1)
-    roomy = SimpleNamespace(plan=programs.plan, splitter=programs.splitter, size=programs.size, bytes=lambda size: 1)
-    assert find_largest(roomy, math.inf) == (tuning.SEARCH_FACTOR * 4, None)
-
-
 def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
@@ -271,9 +259,7 @@ def test_old_libtpu_is_refused(monkeypatch, version, is_old):
 
 @pytest.mark.slow
 def test_memory_options_are_ranked_and_have_the_bytes_of_their_own_programs(programs, monkeypatch):
-    """If nothing fits, options that are enough come first, then those that save most; those that compile have the bytes of
-    a configuration that sets them.
-    """
+    """If nothing fits, options that are enough come first, then those that save most, with the bytes of their own programs."""
     monkeypatch.setattr(tuning, "SHORT_TIMING_SECONDS", 0)
     lines = []
     needs = programs.bytes(programs.size(1))
