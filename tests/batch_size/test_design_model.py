@@ -301,7 +301,6 @@ def test_samples_of_a_progress_are_the_integral_over_the_noise_curve(seed):
     assert model.run(((0, batch),), samples=found.samples).progress == pytest.approx(progress, rel=1e-3)
 
 
-# The second model, which forgets noise, against its closed forms.
 LENGTH, LAST, SLOPE, MEMORY = 10_000, 1e5, 0.2, 1000.0
 
 

@@ -61,14 +61,9 @@ PIPELINE_HLO = """
   %d = f32[] fusion(%x), kind=kOutput, calls=%fused
 }
 
-%plain (x: f32[]) -> f32[] {
-  %d = f32[] fusion(%x), kind=kOutput, calls=%fused
-  %a = f32[] add(%x, %x)
-}
-
 ENTRY %main (x: f32[]) -> f32[] {
   %a = f32[] while(%x), condition=%c, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
-  %b = f32[] while(%x), condition=%c, body=%plain, backend_config={"known_trip_count":{"n":"90"}}
+  %b = f32[] while(%x), condition=%c, body=%fused, backend_config={"known_trip_count":{"n":"90"}}
   %c = f32[] while(%x), condition=%c, body=%ticks, backend_config={"known_trip_count":{"n":"7"}}
 }
 """

@@ -4,30 +4,10 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from maxtext_baselines import ReplayManager, arrange_layers, maxtext_manager
+from maxtext_baselines import ReplayManager, arrange_layers
 
 from rampup import make_mesh
 from rampup.plan import BatchRamp, MeshAxes
-
-FILE = """
-import unwanted
-class Other: pass
-class RampupBatchManager:
-    def __init__(self, config, step_num):
-        self.seen = config, step_num, math.ceil(0.5)
-"""
-
-
-def test_maxtext_manager_uses_the_installed_file(monkeypatch, tmp_path):
-    """The class of an installed MaxText is used although the package cannot be imported."""
-    folder = tmp_path / "maxtext" / "utils"
-    folder.mkdir(parents=True)
-    (folder / "rampup_batch.py").write_text(FILE)
-    (tmp_path / "maxtext" / "__init__.py").write_text("raise RuntimeError")
-    monkeypatch.syspath_prepend(tmp_path)
-    make, origin = maxtext_manager()
-    assert make("config", 3).seen == ("config", 3, 1)
-    assert "installed MaxText" in origin
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""Tests of benchmarks/ramp.py: counts and the tables, not times."""
+"""Tests of benchmarks/ramp.py and benchmarks/contenders.py: counts and the tables, not times."""
 
 import jax
+import numpy as np
 import pytest
-from contenders import FIXED, JIT, MICROBATCHING, MULTI_STEPS, QUICK, SMALL
-from ramp import CPU_SIZES, PHASES, QUICK_SIZES, Clocked, Steps, Trip, ramp_plan, rows, transition_plan, transition_rows, trip
+from contenders import AUTO, CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, PER_PHASE, QUICK, SMALL, start_run
+from ramp import CPU_SIZES, PHASES, QUICK_SIZES, Clocked, Steps, Trip, ramp_plan, rows, transition_plan, trip
 
 from rampup.engine.mesh import make_mesh
 
@@ -71,12 +72,25 @@ def test_slowest_change_sees_stalls_and_not_slower_phases():
     assert steps(late, [2] * 6 + [4] * 6).slowest_change(PLAN) == pytest.approx(8 / 6.5)
 
 
-def test_transition_rows_compare_medians():
-    """Every contender has its median over the runs, its least, and its ratio to rampup with fixed microbatches."""
-    calm = [9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    runs = {FIXED: [steps(calm)] * 3, JIT: [steps([*calm[:8], slow, 3, 3, 3], num_late=4) for slow in (6, 30, 60)]}
-    rampup, jit = transition_rows(runs, PLAN)
-    assert (rampup["slowest_change"], rampup["times_ours"], rampup["late_steps"]) == (1, 1, 0)
-    assert (jit["slowest_change"], jit["least"], jit["times_ours"], jit["late_steps"]) == (10, 2, 10, 4)
-    assert jit["slowest_ms"] == 30_000
-    assert tuple(rampup) == tuple(jit)
+STEPS = 4
+
+
+@pytest.mark.bench
+def test_contenders_have_the_losses_compilations_and_sizes_of_their_policy():
+    """On the same rows, each has the losses of the big batch, or the compilations and late steps, that its policy implies."""
+    plan, mesh = transition_plan(QUICK, STEPS, STEPS), make_mesh(devices=jax.devices()[:1])
+    runs = {name: start_run(name, QUICK, plan, mesh) for name in CONTENDERS}
+    losses = {name: [float(loss) for loss in run.losses] for name, run in runs.items()}
+    for name in (FIXED, PER_PHASE, AUTO, MICROBATCHING):
+        np.testing.assert_allclose(losses[name], losses[JIT], rtol=1e-4)
+    assert len(losses[MULTI_STEPS]) == 3 * STEPS
+    counts = {name: run.num_compilations() for name, run in runs.items()}
+    assert [counts[name] for name in (FIXED, MULTI_STEPS, MICROBATCHING, JIT)] == [1, 1, 1, 3]
+    assert 1 <= counts[AUTO] <= 2
+    assert 1 <= counts[PER_PHASE] <= 3
+    sizes, b = {name: run.microbatch_sizes for name, run in runs.items()}, QUICK.rows
+    assert sizes[FIXED] == sizes[MULTI_STEPS] == sizes[MICROBATCHING] == [b] * 3 * STEPS
+    assert sizes[JIT] == [k * b for k in (1, 2, 3) for _ in range(STEPS)]
+    planned = {FIXED: sizes[FIXED], PER_PHASE: sizes[JIT], AUTO: [b] * 2 * STEPS + [3 * b] * STEPS}
+    for name, wanted in planned.items():
+        assert runs[name].late_steps == [step for step in range(3 * STEPS) if sizes[name][step] != wanted[step]]

@@ -1,7 +1,6 @@
 """Tests of rampup.lm.train: complete runs of a tiny model.
 
-Runs that several tests compare with are trained once per module. The schedule has the same length everywhere, since it is part
-of the program: runs that differ only in `steps` share one compilation.
+The schedule has the same length everywhere, since it is part of the program: runs of other `steps` share one compilation.
 """
 
 import inspect
@@ -105,7 +104,6 @@ def test_train_resumes_bit_for_bit(tmp_path, keys):
     assert (final.final_loss, final.num_compilations) == (expected.final_loss, 1)
 
 
-# One model on a mesh of eight replicas and through stages.
 DEEP = DOUBLE | {"base_num_decoder_layers": 4, "logits_via_embedding": True, "dropout_rate": 0.1}
 DEEP |= {"global_rampup_samples": 320, "eval_interval": 12, "eval_steps": 2}
 STAGES = {"ici_pipeline_parallelism": 4}

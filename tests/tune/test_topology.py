@@ -22,8 +22,6 @@ from rampup.tune.topology import Target, compile_for, refused_bytes, topology_de
 pytestmark = pytest.mark.tpu_compile
 BASE = "configs/base.yml"
 MIB = 2**20
-
-
 # A ramp of larger batches than base.yml's, which small chips are not filled by.
 RAMP = ("per_device_batch_size=16", "per_device_batch_size_start=4", "per_device_batch_size_increment=4")
 RAMP += ("enable_rampup_batch_size=true",)
