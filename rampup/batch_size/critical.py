@@ -49,7 +49,7 @@ class BranchWindow:
 
     @classmethod
     def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None, *, promising: int = 0) -> Self:
-        """Return the branches of a run with this batch, each of at least `samples` or `promising` ones, or refuse them."""
+        """Return the branches of a run with this batch, of at least `samples`, by default `promising` ones, or refuse them."""
         factors = sorted(exact_fraction(multiple, what="multiples", key="multiples") for multiple in multiples)
         if wrong := [factor for factor in factors if not 0 < factor <= MAX_MULTIPLE]:
             rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"

@@ -37,8 +37,7 @@ Schedule = tuple[tuple[int, int], ...]  # thresholds in samples with the batch f
 class NoiseCurve:
     """The gradient noise scale over the progress of a run, in samples."""
 
-    # (progress, noise scale) in order of progress, the latter infinite without an upper end; between them straight lines in
-    # logarithms.
+    # (progress, noise scale) in order, the latter infinite if it has no upper end; straight lines between them in logarithms.
     knots: tuple[tuple[float, float], ...]
     growth: float  # exponent of the power law after the last knot
 

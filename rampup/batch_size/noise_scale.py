@@ -69,9 +69,11 @@ class NoiseScale:
     G2 is not different from zero, the interval has no upper end.
 
     Attributes:
-        half_life_samples: samples after which a step counts half. total, total_squared, samples_total: sums of d W, of (d W)^2
-        and of d times the samples of a step, d = 2^(-age / half-life). trace, squared_norm: the averages of S and of G2, whose
-        variances and covariance the other attributes are.
+        half_life_samples: samples after which a step counts half.
+        total, total_squared: sums of d W and of (d W)^2 over the steps, where d = 2^(-age / half-life).
+        trace, squared_norm: the averages of S and of G2.
+        trace_variance, squared_norm_variance, covariance: those of the averages.
+        samples_total: sum of d times the samples of the step, to convert weights into samples.
 
     Example:
         >>> noise = NoiseScale(half_life_samples=1000)

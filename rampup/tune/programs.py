@@ -90,11 +90,12 @@ class Programs:
         return self.splitter.smallest // self.splitter.data_parallel_size
 
     def memory(self, size: Size, more: int | None = None) -> ProgramMemory | None:
-        """Return the memory that a step takes of one device, or None if the compiler ran out of it; at most `more` follow."""
+        """Return the memory that a step takes of one device, or None if the compiler ran out of it."""
         if size in self._memory:
             return self._memory[size]
         name, found = f"microbatch of {size.microbatch_size:,}", None
         if self.target is not None:
+            # At most this many compilations follow.
             to_come = "" if more is None else f", {f'at most {more:,}' if more else 'none'} to come"
             self._report(f"{name}: compiling{to_come}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)

@@ -361,9 +361,9 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
 
 
 def find_largest_compiled(programs: Programs, usable: float) -> tuple[int | None, int | None]:
-    """Return the same for absent slices, with few compilations, since each may take minutes; of what divides the largest batch.
+    """Return the same for absent slices, of the sizes that divide the largest batch, with few compilations.
 
-    A program far beyond the limit takes the compiler longest, so it is avoided.
+    Each may take minutes. A program far beyond the limit takes the compiler longest, so it is avoided.
     """
     splitter = programs.splitter
     sizes_of_phases = programs.plan.ramp.sizes

@@ -114,7 +114,10 @@ def _devices(topology: Topology) -> Sequence[Any]:
 
 
 def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
-    """Compile a program for a topology with the options that `rampup train` has for a kind of TPU, in so many bytes, by MiB."""
+    """Compile a program for a topology, with the options that `rampup train` has for a kind of TPU.
+
+    `hbm_bytes` limits the memory of a device that it may use, rounded down to MiB.
+    """
     options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
     # JAX writes such programs into its cache but cannot read them back without a TPU: it would warn and compile again.
     name = "jax_persistent_cache_min_compile_time_secs"
