@@ -170,7 +170,7 @@ class Trainer:
         self.keys = {"grain_train_files": str(work / "train.txt"), "grain_eval_files": str(work / "held_out.txt")}
         config = study.config(**self.keys, batch_size_schedule=f"0:{study.sizes[0]}")
         self.mesh = rampup.make_mesh(devices=jax.devices()[:1])
-        self.rows, held_out = open_sources(config.data, config.model)
+        self.rows, held_out = open_sources(config)
         # From all files, not from the first ones.
         arrays = held_out.read(np.linspace(0, len(held_out) - 1, study.held_out).astype(int))
         self.held_out = [{key: x[number] for key, x in arrays.items()} for number in range(study.held_out)]
