@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -77,6 +77,7 @@ class BatchSplitter:
         tick_overhead: fixed cost of a pipeline tick, in samples per replica. If set, an automatic m is the one with the lowest
             predicted time: in every phase with `per_phase`; in the last phase with `fixed`, whose microbatch size then serves
             all phases. If None, m is the smallest legal one.
+        unit, smallest: every legal global batch is a multiple of the one and at least the other, in samples (derived).
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
@@ -96,10 +97,17 @@ class BatchSplitter:
     tick_overhead: Fraction | None = None
     min_microbatches: int = 1
     whole_batch: bool = False
+    unit: int = field(init=False, repr=False, compare=False)
+    smallest: int = field(init=False, repr=False, compare=False)
+    _pass_unit: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
             raise combine(problems)
+        conditions = [math.prod(factors.values()) for factors in self.conditions]
+        object.__setattr__(self, "unit", math.lcm(*conditions))
+        object.__setattr__(self, "smallest", conditions[0] * max(self.microbatch_size, 1))  # -1, automatic, counts as 1
+        object.__setattr__(self, "_pass_unit", math.prod(self._pass_factors.values()))
 
     def _problems(self) -> Iterator[RampupError]:
         p = self.num_stages
@@ -146,17 +154,6 @@ class BatchSplitter:
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation factor."""
         return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None, min_microbatches=1)
-
-    @property
-    def unit(self) -> int:
-        """The number of samples that every global batch must be a multiple of."""
-        return math.lcm(*(math.prod(factors.values()) for factors in self.conditions))
-
-    @property
-    def smallest(self) -> int:
-        """The smallest legal global batch size, in samples."""
-        # An automatic microbatch size is -1 and counts as 1.
-        return self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit * max(self.microbatch_size, 1)
 
     def allows(self, global_batch_size: int) -> bool:
         """Return whether a global batch of this size can be split."""
@@ -241,12 +238,8 @@ class BatchSplitter:
         )
 
     @property
-    def _pass_unit(self) -> int:
-        """The minimum number of microbatches in one pass: m, or the smallest m that the pipeline's rules allow."""
-        return math.prod(self._pass_factors.values())
-
-    @property
     def _pass_factors(self) -> dict[str, int]:
+        """The factors of `_pass_unit`, the fewest microbatches in one pass: m, or the least that the pipeline allows."""
         if self.num_stages == 1:
             return {}
         if self.num_pipeline_microbatches != AUTO:
