@@ -18,10 +18,11 @@ from rampup.cli.common import Result, arg
 from rampup.config.files import yaml_text
 from rampup.loop import run_folder as files
 from rampup.plan.numbers import AUTO, parse_count
+from rampup.rl import config as rl
 from rampup.show.console import make_table, print_notes
 from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
-from rampup.show.prediction import write_prediction
+from rampup.show.prediction import with_ends, write_prediction
 
 DESIGN = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
@@ -57,10 +58,8 @@ DESIGN = {
 
 def design(args: argparse.Namespace) -> Result:
     """Design schedules, and predict their steps, hours and loss; of a run of rollouts, the sizes that its noise is worth."""
-    from rampup.rl.config import is_rollout_file
-
     source = files.as_path(args.config)
-    if source.is_dir() and (source / files.CONFIG_FILE).is_file() and is_rollout_file(source / files.CONFIG_FILE):
+    if source.is_dir() and (source / files.CONFIG_FILE).is_file() and rl.is_rollout_file(source / files.CONFIG_FILE):
         return _rollout_sizes(args, source)
     if args.cost_per_prompt is not None:
         rule = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
@@ -90,7 +89,7 @@ def design(args: argparse.Namespace) -> Result:
     if args.output is not None:
         draw_design(facts, args.output)
     if written is not None:
-        (fastest,) = (each for each in facts["candidates"] if each["name"] == facts["fastest"])
+        fastest = next(each for each in facts["candidates"] if each["name"] == facts["fastest"])
         where = {"num_devices": devices, "run_name": written.name, "base_output_directory": str(written.parent)}
         config = replace(config, **where, **fastest["settings"])
         files.run_folder(config.base_output_directory, config.run_name)
@@ -103,7 +102,6 @@ def design(args: argparse.Namespace) -> Result:
 
 def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     """Return how many prompts and responses the noise of a run of reinforcement learning makes worth it."""
-    from rampup.rl.config import load_rollout_config
     from rampup.rl.noise import advice_from_line
 
     names = ("train_tokens", "measured", "max_batch", "assume_growth", "devices", "write", "output")
@@ -113,11 +111,11 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
     cost = args.cost_per_prompt or 0.0
     if not 0 <= cost < math.inf:
         raise common.usage_error(f"--cost-per-prompt={cost} must be 0 or more", key="cost-per-prompt", nearest=(0,))
-    config = load_rollout_config(folder / files.CONFIG_FILE, args.overrides, environ=common.environment())
+    config = rl.load_rollout_config(folder / files.CONFIG_FILE, args.overrides, environ=common.environment())
     # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
     key = "rl.num_generations"
     responses = config.num_generations
-    measured = load_rollout_config(folder / files.CONFIG_FILE)
+    measured = rl.load_rollout_config(folder / files.CONFIG_FILE)
     if responses != measured.num_generations:
         rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
         problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
@@ -152,13 +150,8 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
     """Print the candidates with their steps, time and loss, their schedules, and the assumptions."""
     tokens = format_si(facts["train_tokens"])
     growth = facts["noise_growth"]
-    scales = []
-    for name in ("noise_scale_start", "noise_scale_end"):
-        low = format_value(facts[f"{name}_low"])
-        high = facts[f"{name}_high"]
-        interval = f"at least {low}" if high is None else f"{low} to {format_value(high)}"
-        scales.append(f"{format_value(facts[name])} ({interval})")
-    start, end = scales
+    ends = ("", "_low", "_high")
+    start, end = (with_ends(*(facts[f"noise_scale_{place}{each}"] for each in ends)) for place in ("start", "end"))
     console.print(
         f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples: {start} at the start, {end} at the end "
         f"({facts['noise_source']}; last measured: {format_value(facts['noise_scale_last_measured'])}, then growing with the "

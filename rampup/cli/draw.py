@@ -137,7 +137,7 @@ class CliInputs:
         if self.config is None and not self.file.is_file():
             rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
             raise usage_error(f"{rule}rampup plot {self.runs[0]} -o FILE")
-        if self.config is not None and common.is_rollout_file(self.config):
+        if self.config is not None and rl.is_rollout_file(self.config):
             rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
             raise ConfigError(rule, path=self.config)
         return load_config(self.config or self.file, self.overrides, environ={} if self.runs else common.environment())

@@ -17,6 +17,7 @@ from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
+from rampup.rl import config as rl
 from rampup.show import console as tables
 
 if TYPE_CHECKING:
@@ -45,20 +46,18 @@ PLAN = {
 
 def plan(args: argparse.Namespace) -> Result:
     """Plan a configuration."""
-    rollout = common.is_rollout_file(args.config)
+    rollout = rl.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
-        from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
-
-        config = load_rollout_config(args.config, args.overrides, environ=common.environment())
+        config = rl.load_rollout_config(args.config, args.overrides, environ=common.environment())
         num_devices = common.count_devices(args, config)
-        schedule = build_rollout_schedule(config, num_devices)
+        schedule = rl.build_rollout_schedule(config, num_devices)
         plan = schedule.stages[-1][1]
         if args.export is not None:
             from rampup.dialects.export import export_rollout
 
             return _export(export_rollout(config, plan, num_devices, args.export), args)
-        notes = rollout_notes(config, plan)
+        notes = rl.rollout_notes(config, plan)
         facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
         return Result(
             facts={**facts, "notes": list(notes)}, show=lambda console: tables.print_rollout(schedule, console, notes=notes)
@@ -67,7 +66,7 @@ def plan(args: argparse.Namespace) -> Result:
     config, plan = common.read_plan(args, args.config, args.overrides)
     max_phases = None if args.all else tables.MAX_PHASES
     if args.diff is not None:
-        if common.is_rollout_file(args.diff):
+        if rl.is_rollout_file(args.diff):
             raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
         other, other_plan = common.read_plan(args, args.diff, ())
         changed = config.differences(other)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import rampup
 from rampup.batch_size.scaling_laws import suggest_batch
-from rampup.cli.common import CONFIG, DEVICES, Result, arg, count_devices, environment, is_rollout_file, usage_error
+from rampup.cli.common import CONFIG, DEVICES, Result, arg, count_devices, environment, usage_error
 from rampup.config.fix import find_fix, write_fix
 from rampup.errors import ConfigError
 from rampup.rl import starting_sizes
+from rampup.rl.config import is_rollout_file
 from rampup.show.console import print_batch_range, print_fix, print_suggestion
 
 SUGGEST = {

@@ -68,13 +68,13 @@ def _as_text(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "quantity": name.replace("_", " "),
         "tokens": row["tokens"],
-        "predicted": _with_ends(predicted, row["low"], row["high"]),
-        "measured": _with_ends(row["measured"], row["measured_low"], row["measured_high"]),
+        "predicted": with_ends(predicted, row["low"], row["high"]),
+        "measured": with_ends(row["measured"], row["measured_low"], row["measured_high"]),
         "off by": share + ", outside of the interval" * (row["inside"] is False),
     }
 
 
-def _with_ends(value: float | None, low: float | None, high: float | None) -> str:
+def with_ends(value: float | None, low: float | None, high: float | None) -> str:
     """Return a number as text, with its interval if that shows."""
     if low is None:
         return "not known" if value is None else format_value(value)

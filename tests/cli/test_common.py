@@ -118,18 +118,14 @@ def test_a_tpu_is_not_searched_for_where_there_is_none(tmp_path, monkeypatch):
     assert list(found.values()) == ["cpu", None, "cuda"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "hint"),
-    [
-        (["trian", "configs/base.yml"], "unknown command 'trian'; did you mean train?"),
-        (["xyz"], "unknown command 'xyz'; choose from plan, train"),
-        (["plan", "configs/base.yml", "--steps", "10"], "set without dashes, steps=10;"),
-        (["plan", "configs/base.yml", "--steps=10"], "set without dashes, steps=10;"),
-        (["plan", "configs/base.yml", "--steps"], "set without dashes, steps=VALUE;"),
-    ],
-    ids=str,
-)
-def test_a_slip_on_the_command_line_gets_a_hint(arguments, hint, capsys):
+def test_a_slip_on_the_command_line_gets_a_hint(capsys):
     """A misspelled command, and a key that is written as an option."""
-    assert cli.main(arguments) == 2
-    assert hint in capsys.readouterr().err
+    for arguments, hint in {
+        "trian base": "unknown command 'trian'; did you mean train?",
+        "xyz": "unknown command 'xyz'; choose from plan, train",
+        "plan base --steps 10": "set without dashes, steps=10;",
+        "plan base --steps=10": "set without dashes, steps=10;",
+        "plan base --steps": "set without dashes, steps=VALUE;",
+    }.items():
+        assert cli.main(arguments.split()) == 2
+        assert hint in capsys.readouterr().err

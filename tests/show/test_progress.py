@@ -120,9 +120,8 @@ def test_progress_time_left_counts_samples(monkeypatch):
     happened.insert(index, events.Evaluated(step=7, metrics={"eval_loss": 4.5}))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     lines = {line.partition(",")[0]: line for line in shown(*happened, log_period=1).splitlines()}
-    assert lines["step 8 of 60"].endswith(
-        "36 samples, 3:11 left"
-    )  # 764 samples at 4 a second, and not 51 steps at one a second
+    # 764 samples at 4 a second, and not 51 steps at one a second.
+    assert lines["step 8 of 60"].endswith("36 samples, 3:11 left")
     assert lines["step 39 of 60"].endswith("480 samples, 0:20 left")
 
 
