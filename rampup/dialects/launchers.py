@@ -109,9 +109,10 @@ class _Loader(yaml.BaseLoader):
     """Reads every value as text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: ARG002
-        return super().construct_mapping(node, deep=True) | {
-            _LINES: {key.value: value.start_mark.line + 1 for key, value in node.value if isinstance(key.value, str)}
-        }
+        # A template such as `{{ .Values.n }}` is a mapping whose key is one.
+        items = {key.value: value for key, value in node.value if isinstance(key.value, str)}
+        found = {name: self.construct_object(value, deep=True) for name, value in items.items()}
+        return found | {_LINES: {name: value.start_mark.line + 1 for name, value in items.items()}}
 
 
 def find_containers(text: str) -> list[Container]:

@@ -142,6 +142,7 @@ FILES = {
     "tasks": ("megatron", f"torchrun --nproc_per_node 8 tasks/main.py {GPT[15:]}", {}, ["megatron_version=legacy"], {"data_parallel_size": 4}),
     "GPUs of a Job": ("megatron", GPUS, {}, [], {"num_devices": 32, "num_microbatches": [1], "note": "the manifest asks for 32 devices"}),
     "GPUs that are open": ("megatron", GPUS.replace("8}}", "'${GPUS}'}}"), {}, [], {"num_devices": 8, "num_microbatches": [4]}),
+    "GPUs of a template": ("megatron", GPUS.replace("8}}", "{{ .Values.gpus }}}}"), {}, [], {"num_devices": 8, "num_microbatches": [4]}),
     "TPUs of a JobSet": ("maxtext", TPUS, {}, [], {LOADED: 256, "num_devices": 64}),
     "TPUs that are open": ("maxtext", TPUS.replace("parallelism: 4", "parallelism: '${VMS}'"), {}, [], "add num_devices=N"),
     "GPUs of roles": ("megatron", ROLES, {}, [], {"num_devices": 32, "data_parallel_size": 16}),
