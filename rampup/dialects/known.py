@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -23,7 +23,7 @@ _RESPONSES = (
     r"\w*|\w*(?:rollout|sample|response|generation)s?_n|group_size"
 )
 _NONE_IF_ONE = re.compile(rf"{_RESPONSES}|\w*parallel_size|[tpdcev]{{1,2}}p")  # a value of 1 of these changes nothing
-_MULTIPLIES = re.compile(rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size")
+MULTIPLIES = re.compile(rf"{_RESPONSES}|(?:train|rollout|mini|micro|global|gen|ppo)\w*_batch_size\w*|batch_size")
 
 
 @dataclass(frozen=True)
@@ -80,30 +80,19 @@ def with_lines(keys: Mapping[str, Located]) -> list[str]:
 
 
 def find_open_forks(
-    located: Mapping[str, Located],
-    known: KnownKeys,
-    sizes: Iterable[str],
-    system: str,
-    decides: re.Pattern[str] = _MULTIPLIES,
-    *,
-    repeats: str = "",
+    located: Mapping[str, Located], known: KnownKeys, system: str, decides: re.Pattern[str], repeats: str = ""
 ) -> Iterator[ConfigError]:
-    """Yield an error for each key that no version has but whose name is that of a size: only a fork reads it.
+    """Yield an error for each key that no version has but whose last part `decides` on a size: only a fork reads it.
 
-    Null as its value is the answer that it changes no size. `sizes` are the known keys of sizes, and `decides` matches other
-    names that are those of sizes. `repeats` says what has the same effect as a key that repeats each prompt.
+    Null as its value is the answer that it changes no size. `repeats` says what has the effect of one that repeats each prompt.
     """
-    last_parts = {name.rpartition(".")[2] for name in sizes}
     for name, place in located.items():
         last = name.rpartition(".")[2]
-        is_size = last in last_parts or decides.fullmatch(last)
         has_none = place.value is None or (place.value == 1 and place.value is not True and _NONE_IF_ONE.fullmatch(last))
-        if has_none or not is_size or known.life(name) is not None:
+        if has_none or not decides.fullmatch(last) or known.life(name) is not None:
             continue
-        said = (
-            f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "
-            f"{name}=null, and with it the sizes of {system} that have the same effect (none if it changes no size)"
-        )
+        said = f"unknown, a fork: {name}={place.value} is a key of no version of {system}, and its name is that of a size. Add "
+        said += f"{name}=null, and with it the sizes of {system} that have the same effect (none if it changes no size)"
         if repeats and re.fullmatch(f"{_RESPONSES}|n", last):
             said += f". {repeats}"
         yield ConfigError(said, key=name, path=place.path, line=place.line)

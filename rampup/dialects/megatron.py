@@ -152,7 +152,7 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     )
     written = {name: value for name, value in located.items() if name not in KEYS and name not in overridden}
     decides = _LAYOUTS if command is None else _SIZES
-    raise_together(list(find_open_forks(written, load_known_keys("megatron"), (), "Megatron-LM", decides)))
+    raise_together(list(find_open_forks(written, load_known_keys("megatron"), "Megatron-LM", decides)))
     # Megatron refuses unknown options behind its program; those before it are the launcher's.
     words = () if command is None else command.words
     behind = itertools.dropwhile(lambda word: not word.endswith(".py"), words)

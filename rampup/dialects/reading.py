@@ -20,7 +20,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.known import find_open_forks, load_known_keys, sections_of, with_lines
+from rampup.dialects.known import MULTIPLIES, find_open_forks, load_known_keys, sections_of, with_lines
 from rampup.dialects.launchers import find_containers
 from rampup.dialects.script import SCRIPTS, Command, read_commands
 from rampup.dialects.shell_values import ARGUMENT, MARKER, OPTIONS, explain_unknown, show_unknown, unknown_names
@@ -159,9 +159,10 @@ def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] 
     problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
     problems += _find_misspelt(given, entries)
     if launch.keys:
-        sizes = [name for name, entry in entries.items() if entry.unit in ("prompts", "samples", "devices", "nodes")]
+        sizes = {name for name, entry in entries.items() if entry.unit in ("prompts", "samples", "devices", "nodes")}
+        decides = re.compile("|".join([*(re.escape(name.rpartition(".")[2]) for name in sizes), MULTIPLIES.pattern]))
         others = {name: value for name, value in given.items() if name not in entries}
-        problems += find_open_forks(others, load_known_keys(launch.keys), sizes, system, repeats=launch.repeats)
+        problems += find_open_forks(others, load_known_keys(launch.keys), system, decides, launch.repeats)
     located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
     notes = [*reading.notes]
@@ -365,11 +366,8 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
 def option(command: Command | None, *names: str) -> str | None:
     """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
     words = () if command is None else command.words
-    for word, following in itertools.pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return None
+    pairs = ((*word.partition("="), following) for word, following in itertools.pairwise((*words, "")))
+    return next((value if equals else following for name, equals, value, following in pairs if name in names), None)
 
 
 def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launch, path: str, strict: bool) -> Reading:

@@ -233,7 +233,7 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
         for key in rule.keys if own is not None else ():
             if dialect.launch.entries[key].key.kind == "int":
                 own_division = () if rule.division is None else (rule.division(job),)
-                yield key, whole_numbers(job.effective(key), own_division, divisions)
+                yield key, _whole_numbers(job.effective(key), own_division, divisions)
 
     def violation(rule: Rule[Any]) -> Violation:
         found = ((key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name})) for key, tried in attempts(rule))
@@ -311,9 +311,7 @@ def _nearest_values(
 _divisors = functools.cache(divisors)
 
 
-def whole_numbers(
-    value: int | None, divisions: Sequence[tuple[int, int]] = (), others: Sequence[tuple[int, int]] = ()
-) -> list[int]:
+def _whole_numbers(value: int | None, divisions: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
 
     `divisions` are dividend and divisor of the broken rule, if it has them: `value` may be a factor or a summand of the
