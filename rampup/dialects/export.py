@@ -28,7 +28,7 @@ from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp import BatchRamp, Phase
 from rampup.rl.config import RolloutConfig
 from rampup.rl.plan import RolloutPlan, Updates
 
@@ -378,6 +378,11 @@ class _Run(_Target):
         """Whether there is more than one phase."""
         return len(self.plan.ramp.phases) > 1
 
+    def changes(self) -> list[tuple[Phase, int, Phase, int]]:
+        """Return each phase and its batch with the next phase and its batch."""
+        pairs = itertools.pairwise(self.plan.ramp.phases)
+        return [(before, before.global_batch_size, phase, phase.global_batch_size) for before, phase in pairs]
+
     def microbatch(self) -> int:
         """Return the samples of a replica in a pass, which must be the same in all phases."""
         first = self.plan.splits[0].microbatch_size
@@ -452,9 +457,7 @@ def _to_maxtext(run: _Run) -> Exported:
         growth = plan.ramp.sizes[1] - plan.ramp.sizes[0]
         # MaxText counts every phase from zero, n steps of size b for a share of (n - 1) * b < share <= n * b samples.
         least, most = 0, plan.ramp.ramp_samples * len(ramp)
-        for before, phase in itertools.pairwise(plan.ramp.phases):
-            size = before.global_batch_size
-            after = phase.global_batch_size
+        for before, size, phase, after in run.changes():
             reason = f"{phase}, grows from {size:,} to {after:,} samples, but its ramp grows by the same number in every phase"
             run.require(growth > 0 and after - size == growth, "batch_size_schedule", reason)
             assert before.num_steps is not None
@@ -490,9 +493,7 @@ def _to_megatron(run: _Run) -> Exported:
     length = config.max_target_length
     splitter = run.plan.splitter
     run.require_axes("tensor", "context", "pipeline")
-    for before, phase in itertools.pairwise(plan.ramp.phases):
-        size = before.global_batch_size
-        after = phase.global_batch_size
+    for _, size, phase, after in run.changes():
         reason = f"{phase}, shrinks from {size:,} to {after:,} samples, where its trainer stops"
         run.require(after > size, "batch_size_schedule", reason)
     values: dict[str, Any] = {"micro_batch_size": micro, "seq_length": length}
@@ -566,9 +567,7 @@ def _to_olmo_core(run: _Run) -> Exported:
     """Return OLMo-core's keys. It counts tokens, and changes the batch only by whole factors and between whole batches."""
     plan, length = run.plan, run.config.max_target_length
     run.require_axes("tensor", "context", "pipeline")
-    for before, phase in itertools.pairwise(plan.ramp.phases):
-        size = before.global_batch_size
-        after = phase.global_batch_size
+    for _, size, phase, after in run.changes():
         reason = f"{phase}, goes from {size:,} to {after:,} samples, but it multiplies or divides the batch by a whole number"
         run.require(max(size, after) % min(size, after) == 0, "batch_size_schedule", reason)
         aligned = -(-phase.start_sample // after) * after

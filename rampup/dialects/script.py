@@ -176,17 +176,12 @@ def read_commands(
     except (IndexError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"cannot read the shell script: {reason}", path=str(path)) from None
-    return [*reader.commands, *_find_skipped(reader, nested)]
-
-
-def _find_skipped(reader: _Reader, nested: re.Pattern[str]) -> Iterator[Command]:
-    """Yield the commands that match, as written, in branches that are not taken; none if one that is taken matches."""
-    if any(nested.search(" ".join(command.words)) for command in reader.commands):
-        return
-    for condition, rows in reader.skipped:
-        for node in _walk(rows):
-            if node.kind == "command" and nested.search(" ".join(node.words)):
-                yield Command(tuple(node.words), node.line, str(reader.path), skipped=condition)
+    if not any(nested.search(" ".join(command.words)) for command in reader.commands):
+        # Those of branches that are not taken, as written.
+        skipped = [(said, node) for said, rows in reader.skipped for node in _walk(rows) if node.kind == "command"]
+        found = [(said, node) for said, node in skipped if nested.search(" ".join(node.words))]
+        reader.commands += [Command(tuple(node.words), node.line, str(path), skipped=said) for said, node in found]
+    return reader.commands
 
 
 def _walk(part: Any) -> Iterator[Node]:
