@@ -1,6 +1,7 @@
 """Tests of rampup.data.batches."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import grain
 import jax
@@ -49,15 +50,9 @@ def test_step_batches_starts_anywhere_with_the_same_rows():
             assert part == whole[number:]
 
 
-class PartOfTheRows:
-    """A `Loading` of one of several processes, without the others."""
-
-    def __init__(self, process, count):
-        self.process, self.count = process, count
-
-    def rows_to_read(self, mesh, num_rows, axes):  # noqa: ARG002 - as in `Loading`
-        """Return the process's part of a microbatch's rows."""
-        return np.split(np.arange(num_rows), self.count)[self.process]
+def part_of_the_rows(process, count):
+    """Return a `Loading` of one of several processes, without the others."""
+    return SimpleNamespace(rows_to_read=lambda mesh, num_rows, axes: np.split(np.arange(num_rows), count)[process])
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
@@ -68,7 +63,7 @@ def test_processes_share_a_batch_without_overlap(per_process, factors, num_proce
     splitter = BatchSplitter(data_parallel_size=R, microbatch_size=1)
     plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=R, total_steps=40)
     mesh = jax.sharding.AbstractMesh((R,), ("data",))
-    loadings = [PartOfTheRows(process, num_processes) for process in range(num_processes)]
+    loadings = [part_of_the_rows(process, num_processes) for process in range(num_processes)]
     loaders = [BatchLoader(source=None, plan=plan, mesh=mesh, order=None, loading=own) for own in loadings]
     for step in (0, 7, 39):
         position = plan.position(step)
@@ -138,7 +133,7 @@ def test_split_rows_reads_only_missing_rows():
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
     order = SampleOrder(1000, seed=None)
-    loader = BatchLoader(source=ItemRows(source), plan=plan, mesh=mesh, order=order, loading=PartOfTheRows(1, 2))
+    loader = BatchLoader(source=ItemRows(source), plan=plan, mesh=mesh, order=order, loading=part_of_the_rows(1, 2))
     step = loader.read_step(11)
     split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
     assert split != step.position.split

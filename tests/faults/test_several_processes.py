@@ -8,13 +8,12 @@ import os
 import re
 import resource
 import time
-from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from faults import victim
-from helpers import processes
+from helpers import processes, toy
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL, command_line
 
@@ -23,12 +22,6 @@ from rampup.loop.distributed import join
 
 SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
 SETTINGS |= {"run_name": "run", "checkpoint_period": 4, "steps": 400, "jax_cache_dir": None}
-
-
-class State(NamedTuple):
-    """A state with some arrays."""
-
-    w: list[jax.Array]
 
 
 def see_late(seconds):
@@ -113,7 +106,7 @@ def save_with_limits(number, port, folder, path):
         for step, limited in enumerate([None, 0, 1, None], start=1):
             most = 4096 if limited == number else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-            checkpoints.save(step, State(w), {})
+            checkpoints.save(step, toy.Arrays(w), {})
             checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     path.write_text(json.dumps([errors, sorted(os.listdir(folder / "checkpoints"))]))

@@ -1,23 +1,22 @@
 """A real server of Google Cloud Storage's protocol, behind a proxy that fails on request.
 
-Everything that opens `gs://` paths here uses the packages that it uses in production: gcsfs, google-cloud-storage, Orbax and
-tensorstore. They reach the server through the proxy, so a test can make the bucket slow, busy or absent.
+What opens `gs://` paths uses the packages that it uses in production: gcsfs, google-cloud-storage, Orbax and tensorstore.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import socket
 import subprocess
 import threading
-import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from helpers.processes import wait_until
 
 BUCKET = "bucket"
 # Headers that belong to one connection, and are not passed on.
@@ -132,7 +131,7 @@ def serve(folder: Path):
                 patch.setenv(name, value)
             patch.setenv("NO_PROXY", "127.0.0.1")
             patch.setenv("NO_GCE_CHECK", "true")  # no search for credentials of the machine
-            _wait_for(f"{url}/storage/v1/b/{BUCKET}")
+            wait_until(lambda: _answers(f"{url}/storage/v1/b/{BUCKET}"), seconds=30)
             # The file system is cached with the address that it was made with.
             gcsfs.GCSFileSystem.clear_instance_cache()
             yield proxy
@@ -143,11 +142,6 @@ def serve(folder: Path):
         proxy.server_close()
 
 
-def _wait_for(url):
-    for _ in range(300):
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError(f"no answer from {url} with {os.environ}")
+def _answers(url):
+    with contextlib.suppress(OSError), urllib.request.urlopen(url):
+        return True

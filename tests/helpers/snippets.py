@@ -1,10 +1,8 @@
 """Finds what the README and the pages of docs/ ask a reader to run, and runs it.
 
-- The ``python`` blocks of a page run in one namespace.
-- A ``console`` block has lines `$ COMMAND`, each followed by what the command prints. `rampup` commands run; others, such as
-  `pip install`, do not. If the page shows no output, any output will do.
-- `rampup train` and `rampup tune` run on one device. `rampup train ... --fake-devices N` is only planned for N devices: the
-  tests of `lm/` train on every mesh, and a mesh takes seconds to compile.
+The ``python`` blocks of a page run in one namespace. A ``console`` block has lines `$ COMMAND`, each followed by what the
+command prints, or by nothing; those of `rampup` run. `train` and `tune` run on one device, and `train ... --fake-devices N` is
+only planned for N devices, as a mesh takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -70,12 +68,7 @@ def one_device() -> Iterator[None]:
 
 
 def run_page(page: Path, read_output: Callable[[], str]) -> None:
-    """Run the Python and console blocks of a page from top to bottom, and compare what the commands print.
-
-    Args:
-        page: the page.
-        read_output: returns what has been printed since it was last called.
-    """
+    """Run the blocks of a page, and compare what the commands print: `read_output` returns what is new since its last call."""
     warnings.filterwarnings("error", message=".*rampup", category=DeprecationWarning)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, (language, text) in enumerate(blocks(page)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,12 @@ class ScaledState(train_state.TrainState):
     """A TrainState of Flax that scales the loss."""
 
     dynamic_scale: Any = None
+
+
+class Arrays(NamedTuple):
+    """A state of arrays."""
+
+    w: Any
 
 
 def flax_state(kind=train_state.TrainState, **fields):

@@ -1,5 +1,6 @@
 """Tests of rampup.loop.distributed, with real processes on this machine."""
 
+import functools
 import itertools
 import json
 import os
@@ -156,8 +157,8 @@ def call_in_each(function, number, folder, *arguments, timeout=300):
     return [json.loads(file.read_text()) for file in files]
 
 
-def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0), **splitter):
-    """Train one device of each of `count` processes; return the batches' microbatch sizes and the last loss."""
+def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, **splitter):
+    """Train one device of each of `count` processes, two of which may be late; write the microbatch sizes and the last loss."""
     import jax
     import optax
     from helpers import toy
@@ -169,22 +170,16 @@ def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0),
     mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
     plan = toy.plan_for(mesh, schedule, steps=num_steps, **splitter)
     tx, sizes = optax.sgd(0.001), []
-    time.sleep(delays[0])
+    time.sleep(late * (number == 1))
     step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
     state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
-    time.sleep(delays[1])
+    time.sleep(late * (number == 2))
     # No metric is read in the loop, so that it runs ahead.
-    for batch in step.batches(rows):
+    for batch in step.batches(rows(number)):
         sizes.append(batch.position.split.microbatch_size)
         state, metrics = step(state, batch)
     assert jax.device_get(state.step) == num_steps
-    return sizes, float(metrics["loss"])
-
-
-def run_with_late_rows(number, port, path, microbatch, num_steps):
-    """Train, and write the microbatch size of every step into a file."""
-    schedule, options = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8", {"rampup_microbatch": microbatch}
-    path.write_text(json.dumps(train_rows(number, port, 2, schedule, LateRows(number), num_steps=num_steps, **options)[0]))
+    path.write_text(json.dumps([sizes, float(metrics["loss"])]))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +193,9 @@ def run_with_late_rows(number, port, path, microbatch, num_steps):
 )
 def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
-    one, other = call_in_each(run_with_late_rows, 2, tmp_path, microbatch, num_steps, timeout=600)
+    schedule = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"
+    train = functools.partial(train_rows, rampup_microbatch=microbatch)
+    (one, _), (other, _) = call_in_each(train, 2, tmp_path, 2, schedule, LateRows, num_steps, timeout=600)
     assert one == other
     assert set(one) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
 
@@ -367,16 +364,16 @@ def test_wait_for_all_waits_for_the_last(tmp_path):
     assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
 
-def train_late(number, port, path, delay):
-    """Train in a process that comes late to its first state and late to its first step."""
-    rows, delays = [{"x": np.full(4, row, np.float32)} for row in range(12)], [delay * (number == n) for n in (1, 2)]
-    path.write_text(json.dumps(train_rows(number, port, 4, "0:4", rows, num_steps=3, delays=delays)[1]))
+def rows_of_numbers(number):
+    """Return the same rows in every process."""
+    return [{"x": np.full(4, row, np.float32)} for row in range(12)]
 
 
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    assert len(set(call_in_each(train_late, 4, tmp_path, 40))) == 1
+    losses = {loss for _, loss in call_in_each(train_rows, 4, tmp_path, 4, "0:4", rows_of_numbers, 3, 40)}
+    assert len(losses) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import pytest
+from helpers import toy
 from helpers.processes import wait_until
 
 from rampup.errors import ConfigError
@@ -135,13 +134,9 @@ def test_an_owner_ends_when_another_process_has_taken_over(tmp_path, monkeypatch
             ConfigError, match=f"another process took over {tmp_path}: far, process 7, since noon; this one was"
         ):
             require_owner(tmp_path)
-        assert not checkpoints.save(1, _State(jnp.zeros(2)), {})
+        assert not checkpoints.save(1, toy.Arrays(jnp.zeros(2)), {})
         assert "the checkpoint of step 1 could not be written: another process took over" in str(failures[0])
     assert json.loads(lock.read_text())["host"] == "far"
-
-
-class _State(NamedTuple):
-    w: jax.Array
 
 
 def test_another_thread_is_refused(tmp_path):

@@ -5,14 +5,12 @@ import shutil
 import socket
 import threading
 import types
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils.epath import backend
-from helpers import bucket
+from helpers import bucket, toy
 from helpers.processes import wait_until
 from helpers.tiny import TINY_MODEL, command_line
 
@@ -134,23 +132,19 @@ def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, mo
 
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
     """A checkpoint that cannot be written is a StorageError that says what is left, and the next one is written."""
-    state = {"w": jnp.arange(3.0)}
+    state = toy.Arrays(jnp.arange(3.0))
     failures = []
     with Checkpoints(folder / "checkpoints", on_error=failures.append) as checkpoints:
-        assert checkpoints.save(1, _State(**state), {})
+        assert checkpoints.save(1, state, {})
         assert checkpoints.wait()
         with proxy.failing(503, lambda method, path: method != "GET"):
-            assert not (checkpoints.save(2, _State(**state), {}) and checkpoints.wait())
+            assert not (checkpoints.save(2, state, {}) and checkpoints.wait())
         assert "the checkpoint of step 2 could not be written: gs://bucket cannot be used" in str(failures[0])
         with proxy.failing(503):
-            assert not (checkpoints.save(3, _State(**state), {}) and checkpoints.wait())
+            assert not (checkpoints.save(3, state, {}) and checkpoints.wait())
         assert "the checkpoint of step 3 could not be written" in str(failures[-1])
-        assert checkpoints.save(4, _State(**state), {})
+        assert checkpoints.save(4, state, {})
     assert find_checkpoint(folder / "checkpoints").step == 4
-
-
-class _State(NamedTuple):
-    w: jax.Array
 
 
 @pytest.mark.slow
