@@ -207,10 +207,7 @@ class BatchLoader:
         return starts[:, None] + self.loading.rows_to_read(self.mesh, num_rows, self.batch_axes)
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
-        """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
-
-        If `split` is not the planned one, a process among several needs other rows, and reads those that are missing.
-        """
+        """Return a step's rows as microbatches (n, rows of a microbatch, ...). With another split, some may have to be read."""
         _, samples_S, rows = step
         # With the planned split, the rows are in the right order already and a reshape is enough.
         if split != step.position.split:

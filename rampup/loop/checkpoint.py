@@ -199,8 +199,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     def save(self, step: int, state: Any, record: Mapping[str, Any]) -> bool:
         """Write a checkpoint after `step` optimizer steps, unless there is one; return whether it is written, or begun.
 
-        When this returns, `state` has been copied: it may be donated, even if the write goes on in the background. `on_error`
-        may be called for this checkpoint or the one before it.
+        When this returns, `state` has been copied and may be donated. `on_error` is called for this one or the one before it.
         """
         # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
         self.wait()
