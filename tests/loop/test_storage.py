@@ -21,20 +21,10 @@ from rampup.cli.draw import parse_inputs
 from rampup.errors import ConfigError, DataError, MissingDependencyError, StorageError
 from rampup.lm.train import train
 from rampup.loop import lock as run_lock
-from rampup.loop import run_folder as run_folder_module
+from rampup.loop import run_folder as folders
 from rampup.loop.checkpoint import Checkpoints, find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
 from rampup.loop.metrics import TensorBoardWriter
-from rampup.loop.run_folder import (
-    StepLog,
-    absolute_path,
-    as_path,
-    measured_throughput,
-    read_lines,
-    read_lines_backwards,
-    run_folder,
-    write_whole,
-)
 from rampup.show.prediction import compare_prediction, write_prediction
 
 
@@ -68,7 +58,7 @@ def folder(objects, monkeypatch):
     monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.0)
-    return as_path("gs://bucket/runs/demo")
+    return folders.as_path("gs://bucket/runs/demo")
 
 
 @pytest.fixture
@@ -79,7 +69,7 @@ def impatient(monkeypatch):
         pass
 
     monkeypatch.setattr("gcsfs.retry.asyncio", types.SimpleNamespace(sleep=no_pause))
-    monkeypatch.setattr(run_folder_module, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(folders, "RETRY_SECONDS", 0.05)
 
 
 def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
@@ -111,8 +101,8 @@ def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
 
 def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, monkeypatch):
     """While the bucket is away, `write` returns and `sync` waits; then every line is there. Longer is one sentence."""
-    monkeypatch.setattr(run_folder_module, "UPLOAD_SECONDS", 0.0)
-    log = StepLog(folder / "metrics.jsonl", keep_below=0)
+    monkeypatch.setattr(folders, "UPLOAD_SECONDS", 0.0)
+    log = folders.StepLog(folder / "metrics.jsonl", keep_below=0)
     log.write({"step": 0})
     log.sync()
     with proxy.failing(503):
@@ -120,14 +110,14 @@ def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, mo
             log.write({"step": step})
         threading.Timer(1.0, lambda: setattr(proxy, "fails", lambda *request: False)).start()
         log.sync()
-    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == list(range(20))
-    monkeypatch.setattr(run_folder_module, "PATIENCE_SECONDS", 0.2)
+    assert [line["step"] for line in folders.read_lines(folder / "metrics.jsonl")] == list(range(20))
+    monkeypatch.setattr(folders, "PATIENCE_SECONDS", 0.2)
     with proxy.failing(503):
         log.write({"step": 20})
         with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written: gs://bucket cannot be used: HttpError"):
             log.sync()
     log.close()
-    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == list(range(21))
+    assert [line["step"] for line in folders.read_lines(folder / "metrics.jsonl")] == list(range(21))
 
 
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
@@ -167,47 +157,47 @@ def contents(objects):
 @pytest.mark.slow
 def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, monkeypatch):
     """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
-    monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 40)
+    monkeypatch.setattr(folders, "TAIL_BYTES", 40)
     path, written = folder / "metrics.jsonl", []
-    log = StepLog(path, keep_below=0)
+    log = folders.StepLog(path, keep_below=0)
     for step in range(14):
         before = contents(objects)
         log.write({"step": step})
-        assert len(list(read_lines(path))) == step  # a line is not uploaded at once
+        assert len(list(folders.read_lines(path))) == step  # a line is not uploaded at once
         log.sync() if step < 13 else log.close()
-        assert len(list(read_lines(path))) == step + 1
+        assert len(list(folders.read_lines(path))) == step + 1
         written += [name for name, value in contents(objects).items() if before.get(name) != value]
-    assert list(read_lines(folder / "eval.jsonl")) == []
+    assert list(folders.read_lines(folder / "eval.jsonl")) == []
     assert sorted(contents(objects)) == [f"runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003", "")]
     assert written == sorted(written, key=lambda name: (len(name), name))
     assert max(map(len, contents(objects).values())) < 70
-    assert [line["step"] for line in read_lines(path)] == list(range(14))
-    assert [line["step"] for line in read_lines_backwards(path)] == list(range(14))[::-1]
+    assert [line["step"] for line in folders.read_lines(path)] == list(range(14))
+    assert [line["step"] for line in folders.read_lines_backwards(path)] == list(range(14))[::-1]
     part = folder / "metrics-002.jsonl"
     part.write_bytes(b"x" + part.read_bytes())
     events = []
-    StepLog(path, keep_below=10, on_event=events.append).close()
+    folders.StepLog(path, keep_below=10, on_event=events.append).close()
     assert "metrics.jsonl is damaged: line 9" in events[0].problem
-    assert len(list(read_lines(path))) == 9
-    log = StepLog(path, keep_below=3)
+    assert len(list(folders.read_lines(path))) == 9
+    log = folders.StepLog(path, keep_below=3)
     log.write({"step": 3})
     log.close()
-    assert [line["step"] for line in read_lines(path)] == list(range(4))
+    assert [line["step"] for line in folders.read_lines(path)] == list(range(4))
     assert sorted(contents(objects)) == ["runs/demo/damaged_metrics.jsonl", "runs/demo/metrics.jsonl"]
 
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
     """config.yml and the event files arrive, after `flush`, with their content; other URLs and missing packages are refused."""
     assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
-    assert absolute_path(folder) == folder
+    assert folders.absolute_path(folder) == folder
     with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
-        as_path("ftp://host/runs")
+        folders.as_path("ftp://host/runs")
     with pytest.raises(MissingDependencyError, match="pip install s3fs"):
-        as_path("s3://bucket/runs")
-    made = run_folder("gs://bucket/runs", "demo")
+        folders.as_path("s3://bucket/runs")
+    made = folders.run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
-    assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
-    write_whole(made / "config.yml", b"steps: 3\n")
+    assert str(folders.run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
+    folders.write_whole(made / "config.yml", b"steps: 3\n")
     assert contents(objects)["runs/demo/config.yml"] == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
@@ -249,14 +239,14 @@ def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
 
 def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
-    write_whole(folder / "config.yml", b"steps: 3\n")
+    folders.write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
     lines = [{"step": step, "consumed_samples": 2 * step + 2, **line} for step in range(3)]
-    write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    folders.write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
     inputs = parse_inputs([f"{folder}/"])
     assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
-    assert measured_throughput(str(folder)) == {2: 8}
+    assert folders.measured_throughput(str(folder)) == {2: 8}
     write_prediction(folder, inputs.read_config(), {"candidates": []})
     with pytest.raises(DataError, match=f"{folder}/prediction.json is damaged"):
         compare_prediction(inputs.runs[0], inputs.read_config(), inputs.read_runs()[0])
@@ -282,9 +272,11 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     (folder / "checkpoints/3/commit_success.txt").unlink()
     assert find_checkpoint(folder / "checkpoints").step == 2
     assert main(["train", str(folder), "steps=5"]) == 0
-    assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
+    assert len(list(folders.read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)
-    found, expected = ([line["loss"] for line in read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo"))
+    found, expected = (
+        [line["loss"] for line in folders.read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo")
+    )
     np.testing.assert_array_equal(found, expected)
     assert "runs/demo/config.yml" in contents(objects)
     assert not [name for name in contents(objects) if name.endswith(LOCK_FILE)]
