@@ -342,7 +342,6 @@ class MaxTextJob(PretrainingJob):
             self.mesh_problem = str(error)
         # A loaded batch is sharded over the data, stage, fsdp and expert axes.
         self.loading_shards = self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
-
         # The pipeline. With one stage every pipeline key is ignored.
         self.stages = self.axes.pipeline
         self.is_piped = self.stages > 1
@@ -354,12 +353,9 @@ class MaxTextJob(PretrainingJob):
         self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
         automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
         self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
-
         # The step between sizes per device that divide over the mesh and into microbatches.
         microbatches = self.microbatches if self.is_piped and self.microbatches > 0 else 1
         self.unit = Fraction(math.lcm(self.loading_shards, microbatches), self.num_devices)
-
-        # The batch after the ramp, that of evaluation, and the ramp.
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
         # Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once.
         partial = self[EXPANSION] > 0 and self[END] >= 1
@@ -386,7 +382,6 @@ class MaxTextJob(PretrainingJob):
     @cached_property
     def ramp_phases(self) -> list[tuple[int, int, int]]:
         """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
-
         Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
         ramp, or with one of too many phases.
         """
@@ -404,7 +399,6 @@ class MaxTextJob(PretrainingJob):
     @property
     def lost_at_ramp_end(self) -> int:
         """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
-
         MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills its buffer to the final batch.
         """
         if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
@@ -475,9 +469,7 @@ class MaxTextJob(PretrainingJob):
             **{
                 f"{group}_{axis}_parallelism": size for group, axes in self.combined_axes.items() for axis, size in axes.items()
             },
-            END: self[END],
-            EVAL: self[EVAL],
-            ACCUMULATION: self[ACCUMULATION],
+            **{key: self[key] for key in (END, EVAL, ACCUMULATION)},
             EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
             "rampup_microbatch": "per_phase",
             RAMP: self.ramps,
@@ -555,7 +547,6 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
     elif expansion > 1:
         loaded = f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
         yield f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; {loaded}"
-    # What changes the gradient that a batch gives.
     passes = job[ACCUMULATION]
     if job[SHARD_OPTIMIZER] and passes > 1:
         summed = f"the gradients of the {passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum"
@@ -676,7 +667,6 @@ RULES: list[Rule[MaxTextJob]] = [
     Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
         holds=lambda job: job[ACCUMULATION] <= 1,
         message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
-    # The pipeline.
     Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
         when=lambda job: job.is_piped, holds=lambda job: (
             min(job.layer_product, job.layers) >= 1

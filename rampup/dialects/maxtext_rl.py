@@ -104,7 +104,6 @@ class MaxTextRlJob(RolloutJob):
         self.total_steps = self.full_batches * self.iterations
         # Optimizer steps that the learning-rate schedule is made for.
         self.scheduled_steps = int(self["num_batches"] * self.iterations * fraction * self["num_epoch"])
-
         self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
         self.axes_valid = all(n == AUTO or n > 0 for n in self.rollout_axes) and self.rollout_axes.count(AUTO) <= 1
         slices = [self[key] for key in SLICES]

@@ -131,12 +131,12 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
             said = f"unknown, a fork: this starts {program}.py. If it takes Megatron's arguments, say so with {VERSION}=legacy"
             raise ConfigError(said, key=VERSION, path=command.path, line=command.line or None)
         located = _find_devices(command, reading.leaves, overridden)
-        hints = [name for name in {*located, *overridden} if re.search("gpu|node|world|data_parallel_size", name)]
+        hints = re.search("gpu|node|world|data_parallel_size", " ".join({*located, *overridden}))
         is_alone = _starts_one_process(command) and not hints
         if is_alone and all(located[axis].value == 1 for axis in MODEL_AXES if axis in located):
             located["world_size"] = command.locate(1)
-            said = "the command says no number of processes, so it is one, with one device; if a launcher does, add"
-            notes.append(f"{said} world_size=N.")
+            one = "the command says no number of processes, so it is one, with one device"
+            notes.append(f"{one}; if a launcher does, add world_size=N.")
     # What a script does not say about the devices is one question: the size of the job.
     if any(name in located and _is_open(located[name]) for name in _DEVICES):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -212,10 +212,9 @@ def _find_devices(command: Command, leaves: Mapping[str, Located], overridden: C
 
 def _starts_one_process(command: Command) -> bool:
     """Return whether a command is `python PROGRAM.py`, or `torchrun PROGRAM.py` without a number of processes."""
-    if command.outer or command.tasks or command.machine.devices:
-        return False
-    start = " ".join(itertools.takewhile(lambda word: not word.endswith(".py"), command.words))
-    return not unknown_names(start) and re.fullmatch(_PLAIN, start) is not None and len(start) < len(" ".join(command.words))
+    start = [*itertools.takewhile(lambda word: not word.endswith(".py"), command.words)]
+    is_plain = re.fullmatch(_PLAIN, " ".join(start)) is not None and start != [*command.words]
+    return is_plain and not (command.outer or command.tasks or command.machine.devices or any(map(unknown_names, start)))
 
 
 def canonical(name: str) -> str:
@@ -409,8 +408,7 @@ class MegatronJob(PretrainingJob):
         self.version = f"Megatron-LM of August 2026 (d98e8a6){ramps}"
         self._count_devices()
         self._count_chunks()
-        self._read_linear_ramp()
-        self._read_schedule()
+        self._read_ramps()
         self._follow_ramp()
 
     def _count_devices(self) -> None:
@@ -458,8 +456,8 @@ class MegatronJob(PretrainingJob):
         self.interleaved = self.chunks > 1 and self.stages > 1
         self.group: int = self.stages if self[GROUP] is None else self[GROUP]
 
-    def _read_linear_ramp(self) -> None:
-        """Read a linear ramp. A schedule in steps wins over it, and it has no effect since April 2026."""
+    def _read_ramps(self) -> None:
+        """Read a schedule in steps, which wins over a linear ramp, and a linear one, which has no effect since April 2026."""
         self.has_schedule = self[SCHEDULE] is not None
         self.has_linear = self[RAMP] is not None and not self.has_schedule and self[VERSION] == "legacy"
         self.has_ramp = self.has_schedule or self.has_linear
@@ -476,18 +474,15 @@ class MegatronJob(PretrainingJob):
         self.ordered = self.start > 0 and self.increment > 0 and self.ramp_samples >= 0
         self.linear: LinearRamp | None = None  # the linear ramp, if its numbers make one
         grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= self.rounding >= 1
-        if grows and (self.final - self.start) % self.increment == 0:
-            ramp = LinearRamp(
+        count, rest = divmod(self.final - self.start, max(self.increment, 1))
+        if grows and not rest and count < MAX_PHASES:
+            self.linear = LinearRamp(
                 start=self.start, increment=self.increment, end=self.final, samples=self.ramp_samples, unit=self.rounding
             )
-            self.linear = ramp if ramp.num_increments < MAX_PHASES else None
-
-    def _read_schedule(self) -> None:
-        """Read the entries of a schedule in steps, which spaces and commas separate."""
+        # The entries of a schedule, as written and sorted by threshold, as Megatron sorts them.
         self.written_entries: list[str] = self[SCHEDULE].replace(",", " ").split() if self.has_schedule else []
         parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
-        # Sorted by threshold, as Megatron sorts them.
         self.thresholds = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
         # Neighbouring thresholds that do not increase, and sizes that shrink.
         self.not_rising = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
@@ -544,7 +539,6 @@ class MegatronJob(PretrainingJob):
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
         """Return every phase as `rampup plan --json` does, or None if a batch cannot be split.
-
         Each is split separately: rampup's pipeline takes multiples of its stages, Megatron's any number of microbatches.
         """
         if self.ramp is None or not self.splits or not self.has_ramp:

@@ -123,7 +123,6 @@ class SkyRLJob(RolloutJob):
         # Keys that no class of SkyRL's settings has, with their lines.
         looked_up = {name: at for name, at in settings.looked_up.items() if name.partition(".")[0] in _SECTIONS}
         self.unknown_keys = with_lines({name: at for name, at in looked_up.items() if _KNOWN.life(name) is None})
-
         # Devices that share a sample, and replicas, rounded down. The critic never has Megatron's sizes.
         self.devices = {model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS}
         self.model_sizes = {model: self[SEQUENCE[model]] for model in MODELS}
@@ -138,7 +137,6 @@ class SkyRLJob(RolloutJob):
         self.usable = has_replicas and all(self[key] >= 1 for key in counts)
         if not self.usable:
             return
-
         tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
         epochs = self["trainer.update_epochs_per_batch"]
         for name in ("policy", "critic") if self.has_critic else ("policy",):

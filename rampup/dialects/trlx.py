@@ -99,7 +99,6 @@ class TrlxJob(RolloutJob):
         # PPO collects samples from the model before it trains; the others train on given ones.
         self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
         self.ppo = self.method == "ppo"
-
         # Sizes of one process.
         self.batch: int = BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
         self.micro_given: int = self[MICRO] or 0
@@ -115,7 +114,6 @@ class TrlxJob(RolloutJob):
         self.global_batch = self.batch * self.replicas
         if not self.ppo:
             return
-
         # What PPO collects before it trains: whole chunks until there are enough samples. A single process meets a short chunk
         # at the end of each pass over the prompts. With several, Accelerate completes it from the beginning.
         self.chunk: int = self[CHUNK]

@@ -51,6 +51,7 @@ _PASSES = {"actor": f"{ACTOR}.ppo_", "rollout": f"{ROLLOUT}.log_prob_", "ref": f
 MICROS = {kind: f"{start}micro_batch_size_per_gpu" for kind, start in _PASSES.items()}
 OLD_MICROS = {kind: f"{start}micro_batch_size" for kind, start in _PASSES.items()}
 DYNAMICS = {kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz" for kind, start in _PASSES.items()}
+MODEL = {kind: "actor" if kind == "rollout" else kind for kind in _PASSES}  # that makes the passes
 MICRO, OLD_MICRO, DYNAMIC = (keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS))
 LOG_PROB = MICROS["rollout"]
 WORKERS = f"{ROLLOUT}.agent.num_workers"
@@ -111,15 +112,12 @@ KEYS: dict[str, Entry] = {
     f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
     **_parallel_sizes("actor", 1),
     "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
-    **{
-        f"{role}.log_prob_{name}": found
-        for role in (ROLLOUT, REF)
-        for name, found in {
-            "micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples"),
-            "micro_batch_size_per_gpu": entry(None, "samples of a log-probability pass", unit="samples"),
-            "use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
-        }.items()
-    },
+    OLD_MICROS["rollout"]: entry(None, "deprecated: samples, whole job", unit="samples"),
+    MICROS["rollout"]: entry(None, "samples of a log-probability pass", unit="samples"),
+    DYNAMICS["rollout"]: entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
+    OLD_MICROS["ref"]: entry(None, "deprecated: samples, whole job", unit="samples"),
+    MICROS["ref"]: entry(None, "samples of a log-probability pass", unit="samples"),
+    DYNAMICS["ref"]: entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
     **_parallel_sizes("ref", None),
     f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
     f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
@@ -440,7 +438,6 @@ class VerlJob(RolloutJob):
             self.replicas[model] = self.devices // max(self.model_sizes[model], 1)
             if strategy == "torchtitan":
                 self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
-
         has_counts = not any(rule.is_broken(self) for rule in POSITIVE)
         self.usable = has_counts and all(self.replicas[model] >= 1 for model in self.models)
 
@@ -507,11 +504,11 @@ class VerlJob(RolloutJob):
         """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
         own: int | None = self[MICROS[kind]]
         old: int | None = self[OLD_MICROS[kind]]
-        return old // self.replicas[_model(kind)] if self.old_workers and old is not None else own
+        return old // self.replicas[MODEL[kind]] if self.old_workers and old is not None else own
 
     def is_static(self, kind: str) -> bool:
         """Return whether the check looks at the samples of these passes."""
-        return _model(kind) in self.models and not self.dynamic["critic" if kind == "critic" else "actor"]
+        return MODEL[kind] in self.models and not self.dynamic["critic" if kind == "critic" else "actor"]
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -699,15 +696,6 @@ Condition = Callable[[VerlJob], bool]
 _DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
-def _model(kind: str) -> str:
-    """Return the model that makes a kind of passes."""
-    return "actor" if kind == "rollout" else kind
-
-
-def _mini(name: str) -> Side[VerlJob]:
-    return f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch
-
-
 def _replicas(model: str) -> Side[VerlJob]:
     return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
 
@@ -760,6 +748,7 @@ def _checked_model(name: str) -> Rules:
     """Return what the check asks of the actor or the critic. A deprecated micro size counts the samples of the whole job."""
     prefix = "" if name == "actor" else "critic_"
     micro, sequence, packing = (keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING))
+    mini: Side[VerlJob] = (f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch)
 
     def is_fsdp(job: VerlJob) -> bool:
         return job.strategies[name].startswith("fsdp")
@@ -776,9 +765,9 @@ def _checked_model(name: str) -> Rules:
         return [*whole, *range(job.devices, job.devices + 64), None]
 
     return [
-        at_least(f"verl.{prefix}mini_at_most_train", (MINIS[name], TRAIN), TRAIN, _mini(name),
+        at_least(f"verl.{prefix}mini_at_most_train", (MINIS[name], TRAIN), TRAIN, mini,
             when=lambda job: job.is_static(name) and job.era >= 3, note="; both count prompts"),
-        multiple(f"verl.{name}_old_micro_divides_mini", (micro, MINIS[name]), _mini(name), micro, when=given, candidates=near),
+        multiple(f"verl.{name}_old_micro_divides_mini", (micro, MINIS[name]), mini, micro, when=given, candidates=near),
         at_least(f"verl.{name}_old_micro_reaches_every_device", (micro, sequence),
             lambda job: product({micro: job[micro], sequence: job[sequence] if is_fsdp(job) else 1}), _DEVICES,
             when=lambda job: given(job) and (name == "actor" or is_fsdp(job)), candidates=near),
@@ -874,7 +863,7 @@ def _mini_divides(name: str) -> Rules:
 
 def _log_prob(kind: str) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes."""
-    key, model = MICROS[kind], _model(kind)
+    key, model = MICROS[kind], MODEL[kind]
     return multiple(f"verl.{kind}_micro_divides_share", (key, TRAIN),
         ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
         when=lambda job: model in job.models and not job.dynamic[kind] and job[key] is not None and not job.old_workers,
@@ -893,7 +882,7 @@ def _old_micro_reaches_replicas(kind: str) -> Rule[VerlJob]:
     old = OLD_MICROS[kind]
     return at_least(f"verl.{kind}_old_micro_reaches_every_replica", (old,), old, _replicas(kind if kind in MINIS else "actor"),
         when=lambda job: (
-            job.old_workers and job[old] is not None and _model(kind) in job.models
+            job.old_workers and job[old] is not None and MODEL[kind] in job.models
             and (kind in MINIS or not job.dynamic[kind])))  # fmt: skip
 
 

@@ -224,8 +224,6 @@ def test_pipeline_of_few_microbatches_runs():
     assert [row["bubble_fraction"] for row in result.phases] == [3 / 6, 3 / 9, 3 / 12]
 
 
-@example("")
-@example("--micro-batch-size")
 @example("--micro-batch-size 'open")
 @example("- 1\n- 2\n")
 @example("a: !!python/none x\n")

@@ -30,8 +30,7 @@ C_MEGATRON = {**CRITIC, "critic.strategy": "megatron"}
 REF_ONLY = {**KL, **BUDGET, REF_LOG: None, SP: 4}
 PACKING = "actor_rollout_ref.model.use_remove_padding"
 DP, BY_MEGATRON, VEOMNI = ({"model_engine": engine} for engine in ("dp", "megatron", "veomni"))
-
-
+COUNTS = (TRAIN, RESPONSES, MINI, MICRO, LOG, SP, f"{A}ppo_epochs", C_MINI, WORKERS)
 verl = checker("verl", BASE)
 BOUNDARIES = [
     ("megatron_divides_devices", {**MEGATRON, CP: 4}, {**MEGATRON, CP: 3}, "rejects"),
@@ -93,17 +92,10 @@ BOUNDARIES = [
     ("keys_fit_engine", DP, {**DP, TP: 2}, "rejects"),
     ("keys_fit_engine", BY_MEGATRON, {**BY_MEGATRON, SP: 2}, "rejects"),
     ("critic_strategy_fits_engine", {**DP, "critic.strategy": "megatron"}, {**DP, **C_MEGATRON}, "accepts"),
+    *((f"positive.{GPUS}", CRITIC, {**CRITIC, GPUS: value}, "rejects") for value in (0, -1)),
+    *((f"positive.{key}", CRITIC, {**CRITIC, key: value}, "accepts") for key in COUNTS for value in (0, -1)),
 ]
 test_rules_break_just_beyond_their_boundary = boundary_test("verl", BASE, BOUNDARIES)
-
-
-@pytest.mark.parametrize("value", [0, -1])
-@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS])
-def test_counts_must_be_positive(key, value):
-    """Zero and less break one rule and cause no division by zero."""
-    found = verl(CRITIC, {key: value})
-    assert f"positive.{key}" in rules(found)
-    assert found.validator == ("rejects" if key == GPUS else "accepts")
 
 
 BUDGET_512, C_SP = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}, "critic.ulysses_sequence_parallel_size"
