@@ -83,14 +83,10 @@ KEYS = {
     SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
     TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
     "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
-    **{
-        f"{group}_{axis}_parallelism": entry(
-            -1 if axis == AUTOMATIC[group] else 1, f"{where} along the {axis} axis; -1 = the rest", unit="devices"
-        )
-        for group, where in (("ici", "devices of a slice"), ("dcn", "slices"))
-        for axes in AXIS_GROUPS.values()
-        for axis in axes
-    },
+    **{f"{group}_{axis}_parallelism": entry(
+           -1 if axis == AUTOMATIC[group] else 1, f"{where} along the {axis} axis; -1 = the rest", unit="devices")
+       for group, where in (("ici", "devices of a slice"), ("dcn", "slices"))
+       for axes in AXIS_GROUPS.values() for axis in axes},
 }  # fmt: skip
 ALIASES = {"num_target_devices": "num_devices"}
 # Text keys that are empty in many files, which means their default.
@@ -289,16 +285,13 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
 class BatchSizes(NamedTuple):
     """One batch as MaxText sees it, in samples."""
 
-    to_load: int  # rows that the loaders read per optimizer step
+    to_load: int  # rows that the loaders read per optimizer step: at least a full sample per device
     to_train: int  # rows that the optimizer step is meant to use
     micro: int  # rows of one forward pass over all devices
 
 
 def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int) -> BatchSizes:
-    """Return the sizes of one batch, as calculate_global_batch_sizes of MaxText's `configs/types.py` does.
-
-    Below 1 sample per device, a full sample per device is loaded.
-    """
+    """Return the sizes of one batch. Source: MaxText `configs/types.py`, calculate_global_batch_sizes."""
     factor = float(expansion) if expansion > 0 else 1
     micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
     micro = int(num_devices * float(per_device))
@@ -382,6 +375,7 @@ class MaxTextJob(PretrainingJob):
     @cached_property
     def ramp_phases(self) -> list[tuple[int, int, int]]:
         """The first step, the global batch size and the samples before it, of every phase of MaxText's ramp as it runs.
+
         Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
         ramp, or with one of too many phases.
         """
@@ -399,6 +393,7 @@ class MaxTextJob(PretrainingJob):
     @property
     def lost_at_ramp_end(self) -> int:
         """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
+
         MaxText's RampUpDataLoader (`common/data_loader.py`) believes that a pull fills its buffer to the final batch.
         """
         if not self.ramp_phases or self.global_size(END) < 1 or self[EXPANSION] > 0:
@@ -570,10 +565,8 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             yield f"{taken} ({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
         if lost := job.lost_at_ramp_end:
             buffer = f"the buffer of {sizes.to_load:,} rows is dropped with the ramp"
-            yield (
-                f"at the end of the ramp {lost:,} loaded rows are never trained on: {buffer} ({trained:,} trained, "
-                f"{trained + lost:,} loaded)"
-            )
+            rows = f"{trained:,} trained, {trained + lost:,} loaded"
+            yield f"at the end of the ramp {lost:,} loaded rows are never trained on: {buffer} ({rows})"
         buffered = f"up to {max(sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains"
         replay = "a checkpoint labelled s contains s + 1 batches and s are replayed"
         yield f"a resume within the ramp loses {buffered}, and is one batch behind: {replay}"

@@ -358,8 +358,7 @@ class Threshold(NamedTuple):
 def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     """Read one entry, with suffixes K, M, B, T, as Megatron does; None where it cannot.
 
-    Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule:
-    `int(float(digits) * factor)`.
+    Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule.
     """
     numbers: list[tuple[int, int]] = []
     for part in text.split(":", 1):
@@ -538,9 +537,7 @@ class MegatronJob(PretrainingJob):
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
-        """Return every phase as `rampup plan --json` does, or None if a batch cannot be split.
-        Each is split separately: rampup's pipeline takes multiples of its stages, Megatron's any number of microbatches.
-        """
+        """Return every phase, split on its own: rampup's pipeline takes multiples of its stages, Megatron's any number."""
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
         rows = []
@@ -623,10 +620,8 @@ class MegatronJob(PretrainingJob):
 def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     if job.micro:
         yield (MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass")
-    yield (
-        f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}",
-        f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}",
-    )
+    axes = f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}"
+    yield axes, f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}"
     if job.ramp is not None:
         final = job.ramp.sizes[-1]
         passes = f", {counted(final // job.unit, 'microbatch')} per replica" if job.splits else ""
@@ -671,11 +666,9 @@ def _notes(job: MegatronJob) -> Iterator[str]:
             yield f"{DECREASE}: every batch is rounded down to a multiple of {linear.unit:,}: {_listed(ramp.sizes)}"
         for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
             if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
-                yield (
-                    f"exact arithmetic changes to {phase.global_batch_size:,} at step {phase.start_step:,} (sample "
-                    f"{phase.start_sample:,}); Megatron's floating-point division has {row[1]:,} from step {row[0]:,} (sample "
-                    f"{row[2]:,}); later phases may differ too"
-                )
+                change = f"changes to {phase.global_batch_size:,} at step {phase.start_step:,} (sample {phase.start_sample:,})"
+                theirs = f"Megatron's floating-point division has {row[1]:,} from step {row[0]:,} (sample {row[2]:,})"
+                yield f"exact arithmetic {change}; {theirs}; later phases may differ too"
                 break
         skipped = linear.num_increments + 1 - len(ramp.phases)
         if skipped and linear.unit == 1:
@@ -685,17 +678,14 @@ def _notes(job: MegatronJob) -> Iterator[str]:
         yield f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a multiple of {job.unit:,}"
     # Which version the report speaks for, if a linear ramp depends on it, and what the other one does.
     if job.has_linear and not is_nemo and not {PARTITION, "deepspeed"} & {*job.uneven}:
-        yield (
-            f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then it has no "
-            f"effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
-        )
+        since = f"it has no effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
+        yield f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then {since}"
     elif job[RAMP] is not None and job.has_schedule:
         yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
     elif job[RAMP] is not None and not job.has_linear:
-        yield (
-            f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a warning: the batch is {job.final:,} "
-            f"from the first step. Give {SCHEDULE} instead, or {VERSION}=legacy for older versions"
-        )
+        batch = f"the batch is {job.final:,} from the first step"
+        warns = f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a warning"
+        yield f"{warns}: {batch}. Give {SCHEDULE} instead, or {VERSION}=legacy for older versions"
     if job.uneven and job.stages > 1:
         yield f"{' and '.join(job.uneven)}: how layers are split is not checked, and the bubble is that of equal stages"
     if job.chunks > 1 and job.stages == 1:

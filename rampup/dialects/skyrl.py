@@ -55,17 +55,11 @@ KEYS = {
     "trainer.algorithm.loss_reduction": entry("token_mean", "how losses are averaged", kind="text"),
     COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
     COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
-    **{
-        key: entry(1, f"{what} of the {model} model", unit=unit)
-        for model in MODELS
-        for key, what, unit in zip(DEVICES[model], ("devices per node", "nodes"), ("devices", "nodes"), strict=True)
-    },
+    **{key: entry(1, f"{what} of the {model} model", unit=what.split()[0])
+       for model in MODELS for key, what in zip(DEVICES[model], ("devices per node", "nodes"), strict=True)},
     **{key: entry(1, f"devices that share a sequence of the {model} model", unit="devices") for model, key in SEQUENCE.items()},
-    **{
-        key: entry(1, f"Megatron size of the {model} model", unit="devices")
-        for model in ("policy", "ref")
-        for key in MEGATRON[model]
-    },
+    **{key: entry(1, f"Megatron size of the {model} model", unit="devices")
+       for model in ("policy", "ref") for key in MEGATRON[model]},
     "trainer.fully_async.enabled": entry(False, "generation and training overlap fully", kind="bool"),
     "trainer.fully_async.max_staleness_steps": entry(4, "steps by which a sample may be old", minimum=0, unit="steps"),
     WORKERS: entry(768, "prompts generated at once", unit="prompts"),

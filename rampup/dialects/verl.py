@@ -42,6 +42,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollou
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
 TRAIN, GEN = (f"data.{name}_batch_size" for name in ("train", "gen"))
 RESPONSES = f"{ROLLOUT}.n"
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 MINIS = {"actor": f"{ACTOR}.ppo_mini_batch_size", "critic": "critic.ppo_mini_batch_size"}
 MINI, CRITIC_MINI = MINIS.values()
 BUDGET, EPOCHS = (f"{ACTOR}.ppo_{name}" for name in ("max_token_len_per_gpu", "epochs"))
@@ -98,8 +99,8 @@ def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
 KEYS: dict[str, Entry] = {
     TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
     GEN: entry(None, "prompts that the data loader gives at once", unit="prompts"),
-    "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
-    "data.max_response_length": entry(512, "longest response", unit="tokens"),
+    LENGTHS[0]: entry(512, "longest prompt", unit="tokens"),
+    LENGTHS[1]: entry(512, "longest response", unit="tokens"),
     RESPONSES: entry(1, "responses per prompt", unit="samples"),
     "model_engine": entry(None, "backend of all models; null = by strategy", kind="text", choices=tuple(ENGINES)),
     f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
@@ -164,18 +165,13 @@ _BOTH: dict[str, dict[str, Any]] = {
     "fully_async_ppo": {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1,
                         ASYNC_SYNC: 4, ASYNC_BATCHES: 1},
     "one_step_off_ppo": {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8},
-    "transfer_queue_ppo": {},
-    "dapo": _DAPO,
-    "dapo_qat": _DAPO,
+    "transfer_queue_ppo": {}, "dapo": _DAPO, "dapo_qat": _DAPO,
 }  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "ppo_trainer": _DP,
     "ppo_megatron_trainer": {"model_engine": "megatron"},
-    **{
-        f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
-        for kind in ("_trainer", "_megatron_trainer")
-        for name, sizes in _BOTH.items()
-    },
+    **{f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
+       for kind in ("_trainer", "_megatron_trainer") for name, sizes in _BOTH.items()},
     **{f"{name}_trainer": {**_DP, **_DAPO} for name in ("entropy", "flowrl")},
     "dapo_transfer_queue_trainer": {**_MEGATRON, **_DAPO},
     **{f"{name}_trainer": {**_DP, **_OLDER} for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
@@ -183,15 +179,11 @@ BASES: dict[str, dict[str, Any]] = {
     "prime_trainer": {**_DP, **_OLDER, RESPONSES: 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False},
     "atropos_trainer": {**_DP, **_OLDER, "algorithm.adv_estimator": "grpo"},
     **{
-        name: {**start, TRAIN: 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
-        for start, tokens, names in (
-            (_DP, 1024, ("gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_server", "gsm8k_multiturn_grpo_w_interaction",
-                         "retool_multiturn_grpo", "search_multiturn_grpo", "search_multiturn_grpo_one_step_off")),
-            (_DP, 2048, ("geo3k_multiturn_grpo",)),
-            (_MEGATRON, 1024, ("gsm8k_multiturn_megatron_grpo",)),
-            (_MEGATRON, 2048, ("geo3k_multiturn_megatron_grpo",)),
-        )
-        for name in names
+        name: {**(_MEGATRON if "megatron" in name else _DP), TRAIN: 256}
+        | dict.fromkeys(LENGTHS, 2048 if "geo3k" in name else 1024)
+        for name in ("gsm8k_multiturn_grpo", "gsm8k_multiturn_grpo_server", "gsm8k_multiturn_grpo_w_interaction",
+                     "retool_multiturn_grpo", "search_multiturn_grpo", "search_multiturn_grpo_one_step_off",
+                     "geo3k_multiturn_grpo", "gsm8k_multiturn_megatron_grpo", "geo3k_multiturn_megatron_grpo")
     },
 }  # fmt: skip
 # The base files that programs start from if no `--config-name` names another.
@@ -455,7 +447,7 @@ class VerlJob(RolloutJob):
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
             self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
-        self.longest: int = self["data.max_prompt_length"] + self["data.max_response_length"]  # tokens of the longest sequence
+        self.longest: int = sum(self[key] for key in LENGTHS)  # tokens of the longest sequence
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
         self.part_samples = self.samples // self.sync_step
         minis = [self[MINI], *([self.effective(CRITIC_MINI)] if self.has_critic else [])]

@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.maxtext: what a base.yml really does."""
 
 import pytest
-from helpers.dialect_files import boundary_test, cases, numbers_test, rules, verdict
+from helpers.dialect_files import boundary_test, cases, expect, numbers_test, verdict
 
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
@@ -159,6 +159,5 @@ def test_misspelled_keys_are_named_with_the_closest_key_and_their_line(tmp_path)
     script.write_text(f"#!/bin/bash\npython3 -m maxtext.trainers.pre_train.train base.yml {SIZE}=4 per_device_batchsize=4\n")
     config.write_text(f"{SIZE}: 4\nnum_devices: 8\nper_device_batchsize: 4\n")
     for path, line in ((script, 2), (config, 3)):
-        found = check_file(path, "maxtext", ["num_devices=8"])
-        assert (rules(found), found.validator) == (["known_keys"], "rejects")
-        assert f"per_device_batchsize (line {line}; the closest key is {SIZE})" in found.violations[0].message
+        said = f"per_device_batchsize (line {line}; the closest key is {SIZE})"
+        expect(check_file(path, "maxtext", ["num_devices=8"]), rules=["known_keys"], validator="rejects", message=said)

@@ -5,7 +5,7 @@ from helpers.dialect_files import boundary_test, cases, expect, numbers_test, ve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects.megatron import LinearRamp, parse_entry
+from rampup.dialects.megatron import LinearRamp
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {"rampup_batch_size": [16, 8, 500], "global_batch_size": 48, "micro_batch_size": 1}
@@ -32,19 +32,6 @@ def test_ramps_equal_every_reference_case(case):
     assert [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in result.phases] == case["phases"]
 
 
-@pytest.mark.parametrize(
-    ("entry", "exact", "as_run"),
-    [("2.01K:16", 2010, 2009), ("8.2B:16", 8_200_000_000, 8_199_999_999), ("117.25B:16", 117_250_000_000, 117_250_000_000)],
-)
-def test_thresholds_are_exact_and_truncation_is_noted(entry, exact, as_run):
-    """The exact threshold is used, and a note names Megatron's; both truncate a size, with a note."""
-    assert (parse_entry(entry, None).samples, parse_entry(entry, None).as_run) == (exact, as_run)
-    note, thresholds = f"{as_run:,} in Megatron", [[0, 8], [exact, 16]]
-    notes = {"note": note} if exact != as_run else {"no_note": note}
-    expect(found(STEPS, step_batch_size_schedule=f"0:8 {entry}"), thresholds_samples=thresholds, **notes)
-    expect(found(STEPS, step_batch_size_schedule=f"0:8 {entry}.9"), thresholds_samples=thresholds, note="truncated to 16")
-
-
 BLOOM = {"num_layers": 70, PP: 12, TP: 4, "micro_batch_size": 2, "global_batch_size": 2048, "train_samples": 220_000_000} | {
     "rampup_batch_size": "192 16 9765625",
     "pp_partition_method": "type:transformer|embedding",
@@ -66,11 +53,8 @@ ORDERED = {"ramp_phases": [[0, 8, 0], [13, 16, 104], [23, 32, 264]]}
 SCRIPT = """#!/bin/bash
 # Usage: this is a comment, with a colon
 GPUS_PER_NODE=6
-TRAINING_ARGS=(
-    --micro-batch-size 4 --global-batch-size 120
-    --rampup-batch-size 24 24 600
-    --train-samples 10000
-    --lr 6.0e-5)
+TRAINING_ARGS=(--micro-batch-size 4 --global-batch-size 120
+    --rampup-batch-size 24 24 600 --train-samples 10000 --lr 6.0e-5)
 MODEL=(--tensor-model-parallel-size 2 --swiglu)
 torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES:-2} pretrain_gpt.py \\
     ${TRAINING_ARGS[@]} ${MODEL[@]}
@@ -89,6 +73,12 @@ FORMATS = (
 )
 NUMBERS = [
     *((text, {"ok": True, "data_parallel_size": 6, "num_microbatches": [1, 2, 3, 4, 5], "ramp_steps": 14}) for text in FORMATS),
+    # The exact threshold is used, and a note names Megatron's; both truncate a size, with a note.
+    *((STEPS | REPLICAS | {"step_batch_size_schedule": f"0:8 {entry}"}, {"thresholds_samples": [[0, 8], [exact, 16]], **notes})
+      for entry, exact, notes in (
+          ("2.01K:16", 2010, {"note": "2,009 in Megatron"}), ("8.2B:16.9", 8_200_000_000, {"note": "truncated to 16"}),
+          ("8.2B:16", 8_200_000_000, {"note": "8,199,999,999 in Megatron"}),
+          ("117.25B:16", 117_250_000_000, {"no_note": "in Megatron's floating-point"}))),
     # Entries are sorted, which a note reports; commas separate as spaces do.
     (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, {**ORDERED, "note": "wrong order"}),
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),

@@ -304,10 +304,8 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
     found = check(f"{PPO} {EARLY}")  # its sizes of the whole job are read until 0.7
     assert found.version == "veRL 0.7"
     expect(found, note=["later versions do not read", "0.2: 128 samples, 1 update of 128", "verl_version=... chooses one"])
-    expect(
-        check(f"{PPO} {NEW} +trainer.balance_batch=True"),
-        note="the rules are those of veRL 0.2: +trainer.balance_batch does not fit",
-    )
+    fitting = "the rules are those of veRL 0.2: +trainer.balance_batch does not fit"
+    expect(check(f"{PPO} {NEW} +trainer.balance_batch=True"), note=fitting)
     (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4.1\n")
     expect(check(f"{PPO} {NEW}"), note="the rules are those of veRL 0.4: ")
     (tmp_path / "verl" / "version").mkdir(parents=True)
@@ -339,9 +337,8 @@ def test_program_starts_from_the_base_file_beside_it(tmp_path):
 def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
     """One that looks like a size, and another trainer, are questions; Hydra refuses any other key without `+`."""
     command = f"{PPO} {NEW} data.n_samples=8".split()
-    with pytest.raises(
-        ConfigError, match=r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add data\.n_samples=null"
-    ):
+    said = r"unknown, a fork: data\.n_samples=8 is a key of no version of veRL.*Add data\.n_samples=null"
+    with pytest.raises(ConfigError, match=said):
         check_command(command)
     assert check_command(command, "verl", ["data.n_samples=null", "data.train_batch_size=512"]).derived["optimizer_steps"] == 32
     for key in (f"{R}n_agent", f"{R}n_trajectories", "env.rollout.n", "+agent_grpo.n"):
@@ -349,14 +346,12 @@ def test_keys_and_programs_that_no_version_has_are_never_ignored(tmp_path):
             check_command([*command[:-1], f"{key}=8"], "verl")
     script = tmp_path / "run.sh"
     script.write_text(f"{PPO} {NEW} \\\n  data.my_own=2 +data.mine=3\n")
-    found = check_file(script, "verl")
-    assert (rules(found), found.validator) == (["known_keys"], "rejects")
-    assert "data.my_own (line 1) must be written with `+`" in found.violations[0].message
+    said = "data.my_own (line 1) must be written with `+`"
+    expect(check_file(script, "verl"), rules=["known_keys"], validator="rejects", message=said)
     script.write_text(f"{PPO} {NEW} data.my_own=2 trainer.its_own=1\n")
     expect(check_file(script, "verl", ["data.my_own=2"]), ok=True, note="a fork: trainer.its_own are taken as keys of its own")
     fork = " ".join(["python3 -m verl.agent_trainer.main_ppo", NEW]).split()
-    with pytest.raises(
-        ConfigError, match=r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which: verl_version=0\.9"
-    ):
+    said = r"starts verl/agent_trainer/main_ppo, a trainer of a fork.*say which: verl_version=0\.9"
+    with pytest.raises(ConfigError, match=said):
         check_command(fork)
     expect(check_command(fork, "verl", ["verl_version=0.4"]), ok=True, note="a trainer of a fork")
