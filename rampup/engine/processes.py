@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -52,39 +53,19 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 
 def gather_from_all(value: str) -> list[str]:
     """Return the values of all processes, in every process. They call this equally often, and may come hours apart."""
-    count = jax.process_count()
-    folder = f"{FOLDER}/all{next(_gather_numbers)}"
-    if count == 1:
-        return [value]
-    kv_store().key_value_set(f"{folder}/{jax.process_index()}", value)
-    found = []
-    with announced("", _QUIET_SECONDS_OF_MEETING) as waiting:
-        for other in range(count):
-            waiting.words = f"process {jax.process_index()} of {count} waits for process {other}"
-            found.append(str(kv_store().blocking_key_value_get(f"{folder}/{other}", 1000 * _MEETING_SECONDS)))
-    return found
+    return [value] if jax.process_count() == 1 else _gather(f"all{next(_gather_numbers)}", value)
 
 
 def first_problem(problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS) -> str:
     """Return the first problem of a process, in every process, or "". They call this equally often, and within `seconds`.
 
-    A thread beside the main one gives a name, the same in all processes, and says nothing while it waits.
+    A thread beside the main one gives a name, the same in all processes, and is quiet while it waits.
     """
-    count = jax.process_count()
-    if count == 1:
+    if jax.process_count() == 1:
         return problem
-    folder = f"{FOLDER}/{name or f'problem{next(_problem_numbers)}'}"
-    kv_store().key_value_set(f"{folder}/{jax.process_index()}", problem)
-    words = f"process {jax.process_index()} of {count} waits for process"
-    # Process 0 looks at all: as many messages as processes, and not their square.
-    with announced(f"{words} 0", _QUIET_SECONDS_OF_MEETING if name is None else seconds) as waiting:
-        if is_primary():
-            found = []
-            for other in range(count):
-                waiting.words = f"{words} {other}"
-                found.append(str(kv_store().blocking_key_value_get(f"{folder}/{other}", int(1000 * seconds))))
-            kv_store().key_value_set(f"{folder}/first", next(filter(None, found), ""))
-        return str(kv_store().blocking_key_value_get(f"{folder}/first", int(1000 * seconds)))
+    folder = name or f"problem{next(_problem_numbers)}"
+    problems = _gather(folder, problem, seconds, _QUIET_SECONDS_OF_MEETING if name is None else seconds)
+    return next(filter(None, problems), "")
 
 
 def check_joined() -> None:
@@ -101,20 +82,28 @@ def wait_for_all(mesh: Mesh) -> None:
     JAX's collectives between CPUs fail if another process comes 30 s later, and imports and compilations may take longer.
     """
     count = jax.process_count()
-    if count == 1 or len({device.process_index for device in mesh.devices.flat}) < count:
-        return
-    check_joined()
+    if count > 1 and len({device.process_index for device in mesh.devices.flat}) == count:
+        check_joined()
+        _gather(f"meeting{next(_meeting_numbers)}", "")
+
+
+def _gather(
+    folder: str, value: str, seconds: float = _MEETING_SECONDS, quiet_seconds: float = _QUIET_SECONDS_OF_MEETING
+) -> list[str]:
+    """Return the values of all processes. Process 0 collects them: as many messages as processes, and not their square."""
+    count = jax.process_count()
     own = jax.process_index()
-    folder = f"{FOLDER}/meeting{next(_meeting_numbers)}"
-    with announced(f"process {own} of {count} waits for process 0", _QUIET_SECONDS_OF_MEETING) as waiting:
-        kv_store().key_value_set(f"{folder}/{own}", "")
-        # One process looks at all: as many messages as processes, and not their square.
-        if is_primary():
-            for other in range(1, count):
+    store = kv_store()
+    milliseconds = int(1000 * seconds)
+    store.key_value_set(f"{FOLDER}/{folder}/{own}", value)
+    with announced(f"process {own} of {count} waits for process 0", quiet_seconds) as waiting:
+        if own == 0:
+            found = []
+            for other in range(count):
                 waiting.words = f"process 0 of {count} waits for process {other}"
-                kv_store().blocking_key_value_get(f"{folder}/{other}", 1000 * _MEETING_SECONDS)
-            kv_store().key_value_set(f"{folder}/all", "")
-        kv_store().blocking_key_value_get(f"{folder}/all", 1000 * _MEETING_SECONDS)
+                found.append(store.blocking_key_value_get(f"{FOLDER}/{folder}/{other}", milliseconds))
+            store.key_value_set(f"{FOLDER}/{folder}/all", json.dumps(found))
+        return list(json.loads(store.blocking_key_value_get(f"{FOLDER}/{folder}/all", milliseconds)))
 
 
 @contextlib.contextmanager
