@@ -19,7 +19,7 @@ from rich.console import Console
 from rampup.config.build import build_plan, with_slices
 from rampup.config.load import COMMAND_LINE, load_config
 from rampup.config.schema import Config
-from rampup.engine.tpu_options import tpu_options
+from rampup.engine.compile import tpu_options
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB

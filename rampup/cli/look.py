@@ -85,7 +85,7 @@ def explain(args: argparse.Namespace) -> Result:
     if args.key != "topology":
         explanation = files.explain(args.key, (files.BASE_FILE, ROLLOUT_FILE))
         return Result(facts=explanation, show=lambda console: print_explanation(explanation, console))
-    from rampup.engine.tpu_options import topology_facts
+    from rampup.engine.compile import topology_facts
     from rampup.plan.topology import known_topologies
 
     slices = [topology_facts(topology) for topology in known_topologies()]

@@ -13,7 +13,7 @@ from rampup.batch_size.scaling_laws import batch_notes
 from rampup.cli import common
 from rampup.cli.common import Result, arg, usage_error
 from rampup.config.resume import list_devices, possible_devices
-from rampup.engine.tpu_options import topology_facts
+from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count

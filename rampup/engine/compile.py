@@ -1,4 +1,7 @@
-"""Compiles programs once: on request, or in a background thread before they are needed."""
+"""Compiles programs once, on request or in a background thread before they are needed, and with which options.
+
+JAX is imported only where something is compiled, so that a plan can name the options.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +9,45 @@ import collections
 import contextlib
 import os
 import re
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import jax
-
-from rampup.engine.tpu_options import tpu_options
+from rampup.plan.topology import CHIPS, Topology
 
 Lower = Callable[[], Any]
-BACKGROUND_NICENESS = 10
+# Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast.
 CPU_OPTIONS = {"xla_backend_optimization_level": 2}
+# Layouts in which the reduce-scatter of a gradient needs no transpose and no padding. Without them the compiler exchanges
+# padded buffers, or reduces whole gradients and slices them.
+_SCATTER = {
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
+    "xla_tpu_assign_all_reduce_scatter_layout": "true",
+}
+# Collectives run on the SparseCores, asynchronously, while the TensorCore computes.
+_SPARSE_CORE = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+}
+# They change how a program communicates and when, not what it computes. Programs were compiled for these chips with them, not
+# run on them. v5e has no SparseCores: there, asynchronous fusions of collectives are the compiler's default.
+TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"v5e": _SCATTER, "v5p": _SCATTER | _SPARSE_CORE, "v6e": _SCATTER | _SPARSE_CORE}
+)
 
 
 class Compiler:
     """A cache of ahead-of-time compiled programs, with one background thread.
 
-    `jax.jit` compiles on the first call with a new shape and blocks until it is done. Here a program can be compiled before its
-    first call, and the caller can ask whether it is ready. Ahead-of-time compilation does not fill the cache of `jax.jit`, so
-    this class holds the executables. `get` calls `before_first_run` before it returns a program for the first time:
-    there, the processes of a run wait for each other, as their compilations end at different times.
-
-    Attributes:
-        num_compilations: programs compiled so far.
-        waited_seconds: total time that callers waited for a trace or a compilation.
+    `get` calls `before_first_run` before it returns a program for the first time: there, the processes of a run wait for each
+    other, as their compilations end at different times. `waited_seconds` is the time that callers waited for a trace or a
+    compilation.
     """
 
     def __init__(self, before_first_run: Callable[[], None] = lambda: None) -> None:
@@ -48,12 +61,7 @@ class Compiler:
         self._is_running = False
 
     def get(self, key: Hashable, lower: Lower) -> Any:
-        """Return a program. Compile it now unless it is compiled or pending; raise the error of one that failed.
-
-        Args:
-            key: identifies the program.
-            lower: returns its `jax.stages.Lowered`; called only if the program has to be compiled here.
-        """
+        """Return a program; raise the error of one that failed. Lower and compile it unless it is compiled or pending."""
         program = self._programs.get(key)
         if program is None:
             start, ready = time.perf_counter(), self.is_ready(key)
@@ -67,11 +75,9 @@ class Compiler:
         return program
 
     def compile_async(self, key: Hashable, lower: Lower) -> None:
-        """Lower a program here, and compile it in the background, after those requested earlier.
+        """Lower a program here, where the contexts of JAX, Flax and the loss are, and compile it in the background, in turn.
 
-        It is traced in the caller's thread, because contexts are thread-local: those of JAX, such as the promotion of types,
-        those of Flax, such as logical axis rules, and what a loss function may read by itself. An error is a warning when it
-        happens, and raised by `get`.
+        An error is a warning now, and raised by `get`.
         """
         if key in self._programs or key in self._pending:
             return
@@ -85,8 +91,7 @@ class Compiler:
         finally:
             self.waited_seconds += time.perf_counter() - start
         with self._lock:
-            # One thread: compilations share the cores with training, and a second one would only slow both down. The new
-            # thread waits for the lock. If it cannot be started, nothing is pending.
+            # One thread: compilations share the cores with training. If it cannot be started, nothing is pending.
             if not self._is_running:
                 threading.Thread(target=self._work, name="rampup-compile").start()
                 self._is_running = True
@@ -107,20 +112,13 @@ class Compiler:
 
     def _work(self) -> None:
         """Compile what is requested, one program after the other, until nothing is left."""
-        # Give way to training and its data loading, which need the same cores.
-        if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
-            thread = threading.get_native_id()
-            with contextlib.suppress(OSError):  # a sandbox may forbid it, and no compilation may fail for that
-                niceness = max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))  # raising it takes a privilege
-                os.setpriority(os.PRIO_PROCESS, thread, niceness)
         while True:
             with self._lock:
                 if not self._requests:
                     self._is_running = False
                     return
                 key, program, lowered = self._requests.popleft()
-            # When Python exits it joins this thread, so drop the compilations that have not started: nobody will use them. The
-            # thread of a `concurrent.futures.ThreadPoolExecutor` would run all of them first.
+            # Python joins this thread when it exits, so drop the compilations that have not started.
             if not threading.main_thread().is_alive():
                 program.cancel()
             if program.set_running_or_notify_cancel():
@@ -138,18 +136,15 @@ class Compiler:
     def _fail(self, key: Hashable, program: Future[Any], error: BaseException) -> None:
         """Say that a program failed as soon as it is known, which may be long before its phase."""
         problem = f"the program {key!r} of a later phase cannot be compiled: {type(error).__name__}: {error}"
-        # Warnings may be errors, and this may be the thread that compiles the others.
         with contextlib.suppress(Warning):
             warnings.warn(f"{problem}. Steps go on with the programs that are ready", RuntimeWarning, stacklevel=3)
         program.set_exception(error)
 
 
 def compile_program(lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optimization_level"]) -> Any:
-    """Compile a `jax.stages.Lowered`, on a CPU with XLA's optimization level 2 and on a TPU with the options of `tpu_options`.
+    """Compile a `jax.stages.Lowered` with the options of the backend. What `XLA_FLAGS` and `LIBTPU_INIT_ARGS` set wins."""
+    import jax
 
-    Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast. What `XLA_FLAGS` and
-    `LIBTPU_INIT_ARGS` set wins.
-    """
     platform = jax.default_backend()
     if platform == "tpu":
         return compile_for_tpu(lowered, jax.devices()[0].device_kind)
@@ -160,7 +155,7 @@ def compile_program(lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optim
 
 
 def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None = None) -> Any:
-    """Compile for a generation of TPUs, with further options and the `tpu_options` that this version of the compiler knows."""
+    """Compile for a TPU generation, with further options and the `tpu_options` that this version of the compiler knows."""
     chosen = tpu_options(kind, os.environ.get("LIBTPU_INIT_ARGS", ""))
     while True:
         try:
@@ -171,8 +166,25 @@ def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None =
                 raise
 
 
+def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
+    """Return the options for a TPU generation such as `v5p`, or JAX's name of a device, but those that `flags` set; else none.
+
+    `flags` is the value of `LIBTPU_INIT_ARGS`.
+    """
+    names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
+    generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
+    return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}
+
+
+def topology_facts(topology: Topology) -> dict[str, Any]:
+    """Return a topology for JSON, with the options that its programs are compiled with."""
+    return topology.to_dict() | {"compiler_options": tpu_options(topology.chip.name)}
+
+
 def enable_compilation_cache(folder: str | None) -> None:
     """Keep compiled programs in a folder for later processes, unless JAX has a cache folder already. None changes nothing."""
+    import jax
+
     if folder is not None and jax.config.jax_compilation_cache_dir is None:
         # The URL of a bucket is no path, and JAX takes it as it is.
         jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(Path(folder).expanduser()))

@@ -21,7 +21,7 @@ import jax
 
 from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import KEYS, PER_ACCUMULATION_KEYS, Config, RunKeys
-from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.compile import enable_compilation_cache, topology_facts
 from rampup.engine.offload import (
     bytes_per_device,
     device_limit,
@@ -30,7 +30,6 @@ from rampup.engine.offload import (
     peak_bytes,
     reports_host_memory,
 )
-from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, RampupError
 from rampup.lm.train import unconstrained
 from rampup.loop.run_folder import is_bucket

@@ -25,9 +25,8 @@ from typing import Any
 
 import jax
 
-from rampup.engine.compile import compile_for_tpu
+from rampup.engine.compile import compile_for_tpu, topology_facts
 from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory
-from rampup.engine.tpu_options import topology_facts
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.inspection.account import Account, account_of
 from rampup.inspection.hlo import Program
