@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
@@ -17,20 +18,15 @@ from rampup.errors import RampupError
 
 # What these compute has a compiler of its own.
 _OPAQUE = ("pallas_call", "custom_partitioning")
-# What JAX runs only where all axes are manual, or beside at most one that is not.
-_CALLBACKS = ("debug_callback", "debug_print", "pure_callback")
 
 
 def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
     """Return `run`, to be called in a `shard_map` that is manual over `manual`, in a form that XLA can partition.
 
     With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
-    grouped convolutions wrongly. So `run` is traced, and the operands of these operations are made whole: replicated over those
-    axes. The trace must have the backward pass already, because the gradient of a sort, for one, is a gather too.
-
-    With fewer automatic axes, the trace stays as it is, unless the loss has a `shard_map` over an axis of one device, which is
-    manual already, or a sum over one, which XLA refuses beside an automatic axis. Then it is traced with those axes automatic,
-    and evaluated again without them.
+    grouped convolutions wrongly. So `run` is traced, backward pass included, and their operands are replicated over those axes.
+    With fewer, the trace stays as it is, unless it has a `shard_map` or a sum over an axis of one device, which is manual
+    already: then it is traced with those axes automatic, and evaluated without them.
     """
     num_automatic = sum(size > 1 and name not in manual for name, size in mesh.shape.items())
 
@@ -45,7 +41,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
             closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
             if refused := next(filter(is_refused, operations(closed)), None):
                 raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map over {manual}")
-            return jax.tree.unflatten(jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+            return replay(closed, results, args)
         except RampupError:
             raise
         except (NameError, ValueError) as error:
@@ -69,7 +65,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
 def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes.
 
-    A name of an axis that is not manual is a NameError; a `shard_map` over one that is manual already is a ValueError.
+    An axis that is not manual is a NameError; a `shard_map` over a manual one is a ValueError.
     """
 
     def either(*args: Any) -> Any:
@@ -87,6 +83,11 @@ def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callabl
     return either
 
 
+def replay(closed: ClosedJaxpr, results: Any, args: Any) -> Any:
+    """Run a jaxpr as the function that it was traced from: on a tree of arguments, for results of this structure."""
+    return jax.tree.unflatten(jax.tree.structure(results), jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+
 def operations(value: Any) -> Iterator[Any]:
     """Yield the operations of a jaxpr, or of a parameter of an operation, and those of all jaxprs that it contains."""
     if isinstance(value, tuple):
@@ -97,6 +98,12 @@ def operations(value: Any) -> Iterator[Any]:
         for eqn in jaxpr.eqns:
             yield eqn
             yield from operations(tuple(eqn.params.values()))
+
+
+def floating_types(jaxpr: ClosedJaxpr) -> list[Any]:
+    """Return the `finfo` of each floating-point type that a jaxpr computes."""
+    types = {v.aval.dtype for eqn in operations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    return [jnp.finfo(t) for t in types if jnp.issubdtype(t, jnp.floating)]
 
 
 def contains(jaxpr: ClosedJaxpr, names: frozenset[str]) -> bool:
@@ -126,7 +133,6 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
             jax.sharding.use_abstract_mesh(context),
         ):
             if name in ("custom_jvp_call", "custom_vjp_call"):
-                # Its rule is not needed any more.
                 inner = eqn.params["call_jaxpr"]
                 outputs = _evaluate(inner.jaxpr, inner.consts, inputs, mesh)
             elif _is_over_single(eqn, mesh):
@@ -136,10 +142,6 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
             elif name == "shard_map":
                 run = functools.partial(_evaluate, eqn.params["jaxpr"], (), mesh=mesh)
                 outputs = _run_manually(run, eqn.params["in_specs"], eqn.params["out_specs"], inputs)
-            elif name in _CALLBACKS and _automatic_axes():
-                whole = PartitionSpec()
-                run = functools.partial(_call_back, eqn, _automatic_axes())
-                outputs = _run_manually(run, [whole] * len(inputs), [whole] * len(eqn.outvars), inputs)
             else:
                 params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
                 bind_params = eqn.primitive.get_bind_params(params)
@@ -179,30 +181,15 @@ def _run_manually(
 ) -> list[Any]:
     """Return the results of a function of a list within the `shard_map` that is traced here: manual over all axes.
 
-    XLA aborts the process if an axis stays automatic and is before a manual one. Along an axis that was automatic, the devices
-    repeat the computation: on whole operands, as the specs do not name it.
+    XLA aborts the process if an automatic axis is before a manual one. Along it, the devices repeat the computation.
     """
     automatic = _automatic_axes()
     if not automatic:
         return run(inputs)
-    # Axes of one device are manual already.
     others = frozenset(jax.sharding.get_abstract_mesh().shape) - automatic
     own_specs = [[spec_without(spec, others) for spec in specs] for specs in (in_specs, out_specs)]
     options = {"in_specs": tuple(own_specs[0]), "out_specs": own_specs[1], "axis_names": automatic, "check_vma": False}
     return list(jax.shard_map(lambda *args: run(args), **options)(*inputs))
-
-
-def _call_back(eqn: Any, automatic: set[str], inputs: Sequence[Any]) -> list[Any]:
-    """Run a callback where all axes are manual: one without results on a single device along those that were automatic."""
-    if eqn.outvars:
-        return list(eqn.primitive.bind(*inputs, **eqn.params))
-
-    def call() -> None:
-        eqn.primitive.bind(*inputs, **eqn.params)
-
-    is_first = sum(jax.lax.axis_index(name) for name in automatic) == 0
-    jax.lax.cond(is_first, call, lambda: None)
-    return []
 
 
 def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:
