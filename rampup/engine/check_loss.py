@@ -7,10 +7,9 @@ of them differs, further evaluations find out why:
 - the rows in another order;
 - a row repeated: the mean of equal rows is that of one, a sum is several times as large, and a penalty is added once;
 - k copies of one row beside R - k of another: a quotient of two sums is a rational function of k;
-- other keys for all rows but the first;
-- a row whose integers or masks are those of padding.
+- other keys for all rows but the first, and a row whose integers or masks are those of padding.
 
-Random numbers would hide all of this, so most evaluations use keys with which every row draws the same numbers (`_generator`).
+Most evaluations use keys with which every row draws the same numbers (`_generator`), as random ones would hide all of this.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ import jax
 import jax.extend.random
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.accumulate import AccumulatedLoss
+from rampup.engine.accumulate import AccumulatedLoss, random_key
 from rampup.engine.batch import Batch
 from rampup.engine.compile import compile_program
 from rampup.engine.contract import LossFn, SummableLoss, check_results, check_signature, explained
-from rampup.engine.mesh import auto_view, make_mesh, own_constraints
+from rampup.engine.mesh import auto_view, make_mesh, own_constraints, replicated
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
-from rampup.engine.totals import accumulator, fill, floating
-from rampup.engine.whole import operations
+from rampup.engine.sums import accumulator, fill, floating
+from rampup.engine.whole import floating_types
 from rampup.errors import ConfigError, DataError, LossWarning, a_type
 
 # Rows that are evaluated together. The fit of a quotient needs four, and some losses take rows in pairs.
@@ -63,17 +61,15 @@ OF_PARTS = ("interacting rows", "denominators", "random key", "order")
 
 @dataclass(frozen=True, slots=True)
 class LossProblem:
-    """Something that makes a loss depend on how a batch is split.
-
-    Attributes:
-        kind: `mean`, `aux`, `penalty`, `interacting rows`, `denominators`, `random key`, `weight`, `nan` or `order`.
-        found: what was evaluated, with its numbers.
-        fix: the way out.
-    """
+    """Something that makes a loss depend on how a batch is split: a key of `WAYS_OUT`, and what was evaluated."""
 
     kind: str
     found: str
-    fix: str
+
+    @property
+    def fix(self) -> str:
+        """The way out."""
+        return WAYS_OUT[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.found}. Way out: {self.fix}"
@@ -97,12 +93,11 @@ class LossReport:
 def check_loss(loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, *, seed: int = 0) -> LossReport:
     """Report whether a loss is a sum over rows, which is what a training step and `accumulate` take it for.
 
-    The first thing to do after porting a loss. It runs on one device. A leaf of parameters that is all zeros is moved a little,
-    as many wrong losses are right there.
+    It runs on one device. A leaf of parameters that is all zeros is moved a little, as many wrong losses are right there.
 
     Args:
-        loss_fn: see `train_step`. A `PipelinedLoss` is checked too, and the loss that `split_model` returns. The random streams
-            of an NNX model are for a microbatch and not for a row, which is not reported.
+        loss_fn: see `train_step`. That the random streams of an NNX model are for a microbatch, and not for a row, is not
+            reported.
         state_or_params: the training state, with `mutable` and `frozen` if it has them, or the parameters.
         rows: rows that differ from each other, at least two, of which four are used: a pytree of arrays (rows, ...), a `Batch`,
             or a list or another source of single rows.
@@ -125,10 +120,7 @@ def check_loss(loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, 
 
 
 def warn_of_loss(loss: SummableLoss, state: Any, batch: Batch, *, sees_whole: bool) -> None:
-    """Check the loss of a training step on rows of its first batch, and warn of what is wrong, if the model is small.
-
-    If the loss sees whole batches, only what is wrong even then.
-    """
+    """Check the loss of a training step on rows of its first batch, if the model is small, and warn of what is wrong."""
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(state.params)]
     if jax.process_count() > 1 or jax.config.jax_disable_jit or sum(sizes) > MAX_PARAMETERS:
         return
@@ -170,27 +162,19 @@ _SUMS = 64
 
 
 class _Evaluations:
-    """A loss on rows with keys, evaluated on one device. Rows and keys are named by numbers.
-
-    Rows from R on are those of padding. With key 0, all rows draw the same numbers.
-
-    Attributes:
-        padding: what was set in each of the rows from R on.
-        has_streams: the loss is that of an NNX model with random streams of its own.
-        sums: the function of (rows, keys) that returns the sums over some rows, each with a key.
-    """
+    """A loss on one device. Rows and keys are numbers: from R on, rows are padding; with key 0, all draw the same numbers."""
 
     def __init__(self, loss: Any, state_or_params: Any, rows: Any, seed: int, *, is_quiet: bool = False) -> None:
         state = state_or_params if hasattr(state_or_params, "opt_state") else None
         params = state_or_params if state is None else state.params
         mutable = None if state is None else carried(state)
-        self._loss_fn, self._is_quiet = _function(loss), is_quiet
+        self._loss_fn = _function(loss)
+        self._is_quiet = is_quiet
         self.has_streams = getattr(self._loss_fn, "has_streams", False)
-        mesh = _mesh_of_one_device(params)
-        self._on_device = NamedSharding(mesh, PartitionSpec())
+        self._on_device = replicated(_mesh_of_one_device(params))
         self._arrays = jax.device_put((params, mutable, getattr(state, "frozen", None)), self._on_device)
         self._rows, self.padding = _with_padding(rows)
-        keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"), 2 * R + 1)
+        keys = jax.random.split(random_key(seed), 2 * R + 1)
         # The third word is that of `_generator`.
         self._words = np.column_stack([jax.random.key_data(keys), np.arange(len(keys)) == 0]).astype(np.uint32)
         self._programs: dict[int, Any] = {}
@@ -220,12 +204,11 @@ class _Evaluations:
             except Exception:
                 if not self._draws_alike or self._programs:
                     raise
-                # Such as a model that takes the data of a key for that of another generator.
-                self._draws_alike = False
+                self._draws_alike = False  # such as for a model that takes the data of a key for that of another generator
                 program = traced()
             if self._is_quiet and program.jaxpr.effects:
                 raise ConfigError("a loss with side effects is not called without being asked")
-            self._epsilon = max(self._epsilon, _coarsest_epsilon(program.jaxpr))
+            self._epsilon = max([self._epsilon, *(float(info.eps) for info in floating_types(program.jaxpr))])
             # It runs a few times: at level 0, compiling takes two thirds of the time.
             return compile_program(program.lower(), level=0)
 
@@ -290,9 +273,7 @@ def _evaluate(loss_fn: Any, draws_alike: bool, params: Any, mutable: Any, frozen
 def _generator() -> Any:
     """Return a generator of random numbers whose keys have a third word: 1 if all numbers drawn with a key are equal.
 
-    With equal keys, each row then has the same numbers, whether they are drawn for it alone or for all rows at once, or with
-    a key split for each. They are at most 0.4, so that dropout keeps, and differ from key to key, so that loops that reject
-    numbers end.
+    They are at most 0.4, so that dropout keeps, and differ from key to key, so that loops that reject numbers end.
     """
 
     def threefry(key: Any) -> Any:
@@ -387,12 +368,6 @@ def _norm(x: Any) -> float:
     return float(np.linalg.norm(x))
 
 
-def _coarsest_epsilon(jaxpr: ClosedJaxpr) -> float:
-    """Return the largest machine epsilon of what a jaxpr computes."""
-    types = {v.aval.dtype for eqn in operations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
-    return max((float(jnp.finfo(t).eps) for t in types if jnp.issubdtype(t, jnp.floating)), default=0.0)
-
-
 def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
     """Yield what makes a loss depend on how a batch is split."""
     rows = tuple(range(R))
@@ -403,7 +378,7 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         singles = [loss.sums((row,), (0,)) for row in rows]
     except Exception as error:  # noqa: BLE001 - whatever it is, it did not happen with several rows
         found = f"the loss can be called with {R} rows, but not with one: {type(error).__name__}: {str(error).splitlines()[0]}"
-        yield _problem("interacting rows", found)
+        yield LossProblem("interacting rows", found)
         return
     yield from _without_weight(loss, singles)
 
@@ -452,17 +427,17 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         found = numbers(name, alike if name in wrong else own)
         if kind == "mean" and factor is not None:
             found += f"; for {R} equal rows it is {factor:.3g} times that of one"
-        yield _problem(kind, found)
+        yield LossProblem(kind, found)
     if has_one_key and not loss.has_streams:
         others = "other keys for all rows but the first change nothing"
-        yield _problem("random key", others if ignores_keys else "a row alone draws other numbers with its key")
+        yield LossProblem("random key", others if ignores_keys else "a row alone draws other numbers with its key")
     for name in dict.fromkeys([*wrong, *wrong_own]):
         if name.startswith("weight_sum"):
-            yield _problem("weight", numbers(name, alike if name in wrong else own))
+            yield LossProblem("weight", numbers(name, alike if name in wrong else own))
     for name in wrong:
         own_factor = _factor(loss, equal_rows, singles, [name])
         if name.startswith("aux") and (not kinds or (own_factor is not None and abs(own_factor - R) > 0.01 * R)):
-            yield _problem("aux", f"{numbers(name)}: a mean, a maximum or a constant?" if own_factor else numbers(name))
+            yield LossProblem("aux", f"{numbers(name)}: a mean, a maximum or a constant?" if own_factor else numbers(name))
 
 
 def _exchange(loss: _Evaluations, place: int, keys: tuple[int, ...]) -> list[Term]:
@@ -472,10 +447,6 @@ def _exchange(loss: _Evaluations, place: int, keys: tuple[int, ...]) -> list[Ter
     is_exchanged = x == place
     mixed = np.where(is_exchanged, y, x), np.where(is_exchanged, x, y)
     return [(c, loss.sums(tuple(map(int, index)), keys)) for c, index in zip((1, 1, -1, -1), (x, y, *mixed), strict=True)]
-
-
-def _problem(kind: str, found: str) -> LossProblem:
-    return LossProblem(kind, found, WAYS_OUT[kind])
 
 
 def _main(names: Any) -> list[str]:
@@ -491,7 +462,7 @@ def _without_weight(loss: _Evaluations, singles: list[Sums]) -> Iterator[LossPro
         has_weight = any(x.any() for key, x in sums.items() if key.startswith("weight_sum"))
         infinite = [key for key in _main(sums) if not np.isfinite(sums[key]).all()]
         if infinite and not has_weight:
-            yield _problem("nan", f"{infinite[0]} is not finite for {name}, whose weight is 0")
+            yield LossProblem("nan", f"{infinite[0]} is not finite for {name}, whose weight is 0")
             return
 
 
@@ -510,8 +481,8 @@ def _factor(loss: _Evaluations, equal_rows: list[Sums], singles: list[Sums], nam
 def _is_quotient(loss: _Evaluations, keys: tuple[int, ...]) -> bool:
     """Return whether rows interact as in a quotient of two sums, times the weight, plus further sums.
 
-    For k copies of a row beside R - k of another one, it is (c0 + c1 k + c2 k^2) / (n0 + n1 k), with the same denominator for
-    loss and gradients: with phi the values at all k and P the projection that leaves no quadratic, n0 P phi + n1 P (k phi) = 0.
+    For k copies of a row beside R - k of another one, it is (c0 + c1 k + c2 k^2) / (n0 + n1 k), with one denominator for loss
+    and gradients: with phi the values at all k and P the projection that leaves no quadratic, n0 P phi + n1 P (k phi) = 0.
     """
     k = np.arange(R + 1.0)[:, None]
     orthonormal = np.linalg.qr(k ** np.arange(3.0))[0]

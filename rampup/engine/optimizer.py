@@ -15,7 +15,7 @@ import optax
 
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
-from rampup.engine.totals import accumulator
+from rampup.engine.sums import accumulator, cast_like
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
@@ -28,8 +28,8 @@ MUON_RMS = 0.2
 
 
 # What a program knows of a `ClockSegment`. Those of a planned ramp are a constant table in which every step looks up its own.
-# If the ramp is decided during the run, the numbers of the step's segment are an argument (`FollowingOptimizer`). Neither needs
-# a compilation for a new batch. Sample counts do not fit into int32, so a segment has the progress before it and per step.
+# If the ramp is decided during the run, the numbers of the step's segment are an argument (`FollowingOptimizer`). Sample counts
+# do not fit into int32, so a segment has the progress before it and per step.
 SegmentNumbers = Mapping[str, Any]
 _SEGMENT_TYPES = {
     "start_step": np.int32,
@@ -49,8 +49,8 @@ class LearningRate:
     """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
 
     Attributes:
-        plan: the plan. Its `clock` cuts the run into segments (`ClockSegment`), in each of which the schedule's progress is
-            linear in the step, and its batch scaling and Seesaw's level are constant.
+        plan: the plan. In each segment of its `clock`, the schedule's progress is linear in the step, and its batch scaling and
+            Seesaw's level are constant.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
@@ -81,31 +81,13 @@ class LearningRate:
         check_step_number(self.plan.total_steps)
 
     @classmethod
-    def from_config(
-        cls,
-        config: Any,
-        plan: RampPlan,
-        *,
-        peak: float,
-        decay_fraction: float = 0.1,
-        decay_style: Literal["linear", "cosine"] = "linear",
-    ) -> Self:
-        """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
-        return cls(
-            plan=plan,
-            peak=peak,
-            kind=config.lr_schedule_type,
-            warmup_fraction=config.warmup_steps_fraction,
-            final_fraction=config.learning_rate_final_fraction,
-            decay_fraction=decay_fraction,
-            decay_style=decay_style,
-        )
+    def from_config(cls, config: Any, plan: RampPlan, *, peak: float, **others: Any) -> Self:
+        """Return the schedule that the keys of base.yml and rl.yml describe, and `others`, attributes without such a key."""
+        keys = {"kind": config.lr_schedule_type, "final_fraction": config.learning_rate_final_fraction}
+        return cls(plan=plan, peak=peak, warmup_fraction=config.warmup_steps_fraction, **keys, **others)
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
-        """Return the learning rate of optimizer step `count`, a traced int32.
-
-        `segment` are the numbers of the segment that the step is in; None = the program looks them up in the plan.
-        """
+        """Return the learning rate of optimizer step `count`, a traced int32, in a segment, which None looks up in the plan."""
         level = None
         if segment is None:
             segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
@@ -128,22 +110,13 @@ class LearningRate:
         return float(self._rate(step, progress, segment.level)) * segment.scale
 
     def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
-        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of an array.
-
-        Progress goes from 0 to 1 over the schedule. With Seesaw, the rate after warm-up is `level` times the peak.
-        """
+        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of an array."""
         peak = self.peak
         final = self.peak * self.final_fraction
         warmup = self.warmup_fraction
         if self.plan.seesaw is None:
-            after = peak + (final - peak) * decay_progress(
-                progress,
-                kind=self.kind,
-                warmup_fraction=warmup,
-                decay_fraction=self.decay_fraction,
-                decay_style=self.decay_style,
-                xp=xp,
-            )
+            shape: dict[str, Any] = {"decay_fraction": self.decay_fraction, "decay_style": self.decay_style}
+            after = peak + (final - peak) * decay_progress(progress, kind=self.kind, warmup_fraction=warmup, **shape, xp=xp)
         else:
             after = peak * level
         where = xp.where if xp else (lambda condition, yes, no: yes if condition else no)
@@ -179,7 +152,7 @@ class AdamSchedule:
     def from_scaling(cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> Self:
         """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches.
 
-        If the ramp is decided during the run, its plan is one with a step of every size, and `at` has their constants.
+        If the ramp is decided during the run, the steps of `at` are those of a plan with a step of every size.
         """
         plan = plan.of_all_sizes
         return cls(plan=plan, constants=adam_constants(plan, base, scaling))
@@ -189,10 +162,7 @@ class AdamSchedule:
         return self.constants[self.plan.segment_index(step)]
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> dict[str, Any]:
-        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`.
-
-        `segment` is that of `LearningRate`.
-        """
+        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
         table = [
             {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
             for segment, c in zip(self.plan.clock, self.constants, strict=True)
@@ -205,19 +175,13 @@ class AdamSchedule:
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer for batches that are decided during the run: its `update` takes `segment`, the `SegmentNumbers` of a step.
-
-    Example:
-        >>> tx = FollowingOptimizer.of(lambda segment: optax.sgd(1.0 if segment is None else segment["scale"]))
-        >>> float(tx.update(np.float32(3), tx.init(np.float32(0)), segment={"scale": 0.5})[0])
-        -1.5
-    """
+    """An optimizer for batches that are decided during the run: its `update` takes `segment`, the numbers of the step's."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]) -> Self:
-        """Return the optimizer whose update is that of the one that `make` returns for the numbers of the step."""
+        """Return the optimizer whose update is that of the one that `make` returns for the numbers of a step."""
 
         def update(grads: Any, state: Any, params: Any = None, *, segment: SegmentNumbers, **_: Any) -> tuple[Any, Any]:
             return make(segment).update(grads, state, params)
@@ -237,8 +201,7 @@ def scheduled_adamw(
 ) -> optax.GradientTransformation:
     """Return AdamW whose constants change from phase to phase, in one program.
 
-    With the constants of one phase it computes what `optax.adamw` computes. It divides the moments by `MomentMasses`, which its
-    state has in addition, where `optax.adamw` divides by 1 - b**count, which holds for a constant b alone.
+    It divides the moments by `MomentMasses`; `optax.adamw` divides by 1 - b**count, which holds for a constant b alone.
     """
     rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
 
@@ -252,14 +215,13 @@ def scheduled_adamw(
         # The count of the schedule and not that of Adam, which stands still in skipped steps.
         now, step_size = adam(clock.count), -1 * rate(clock.count)
 
-        # A constant has the type of the array, as a Python number would. c = 1 - b is rounded once: in float32, the difference
-        # of 1 and a rounded b of 0.999 has lost four digits.
+        # A constant has the type of the array. c = 1 - b is rounded once: in float32, the difference of 1 and a rounded b of
+        # 0.999 has lost four digits.
         def average(b: Any, c: Any, x: Any, old: Any) -> Any:
             return c.astype(x.dtype) * x + b.astype(old.dtype) * old
 
         mu = jax.tree.map(lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu)
         nu = jax.tree.map(lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old), grads, moments.nu)
-        # As averages of ones, the masses are rounded with the same b and c as the moments.
         one = jnp.ones(())
         mass = MomentMasses(average(now["b1"], now["c1"], one, masses.b1), average(now["b2"], now["c2"], one, masses.b2))
         mu_hat = jax.tree.map(lambda m: m / mass.b1.astype(m.dtype), mu)
@@ -298,9 +260,9 @@ def make_optimizer(
             with AdamW for what is no matrix.
         b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight decay, and a momentum of 0.95.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
-        mu_dtype, nu_dtype: types in which AdamW stores its first and second moment between steps; None = those of the
-            parameters. If one is given, both are updated in at least float32.
-        adam: AdamW's constants by phase, instead of the constants above.
+        mu_dtype, nu_dtype: types in which AdamW stores its moments between steps; None = those of the parameters. If one is
+            given, both are updated in at least float32.
+        adam: AdamW's constants by phase, such as an `AdamSchedule`, instead of those above.
         matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each parameter, or None for AdamW; None = all
             arrays of two dimensions are matrices.
 
@@ -336,33 +298,18 @@ def _muon(
     if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
         problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
         raise MissingDependencyError(problem, key="opt_type")
-    return optax.contrib.muon(
-        rate,
-        eps=eps,
-        weight_decay=weight_decay,
-        mu_dtype=mu_dtype,
-        adam_b1=b1,
-        adam_b2=b2,
-        adam_weight_decay=weight_decay,
-        muon_weight_dimension_numbers=matrices,
-        consistent_rms=MUON_RMS,
-    )
+    adam = {"adam_b1": b1, "adam_b2": b2, "adam_weight_decay": weight_decay}
+    muon = {"muon_weight_dimension_numbers": matrices, "consistent_rms": MUON_RMS}
+    return optax.contrib.muon(rate, eps=eps, weight_decay=weight_decay, mu_dtype=mu_dtype, **adam, **muon)
 
 
 def optimizer_from_config(
     config: Any, rate: LearningRate, *, adam: AdamSchedule | None = None, **others: Any
 ) -> optax.GradientTransformation:
     """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
-    make = functools.partial(
-        make_optimizer,
-        kind=config.opt_type,
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-        clip_norm=config.gradient_clipping_threshold,
-        **others,
-    )
+    others |= {name: getattr(config, f"adam_{name}") for name in ("b1", "b2", "eps", "weight_decay")}
+    others |= {"kind": config.opt_type, "clip_norm": config.gradient_clipping_threshold}
+    make = functools.partial(make_optimizer, **others)
     if not rate.plan.follows:
         return make(learning_rate=rate, adam=adam)
 
@@ -378,19 +325,15 @@ def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: An
     if mu_dtype is None and nu_dtype is None:
         return tx
 
-    def convert(state: Any, mu: Callable[[Any], Any], nu: Callable[[Any], Any]) -> Any:
-        moments, *others = state
-        return moments._replace(mu=jax.tree.map(mu, moments.mu), nu=jax.tree.map(nu, moments.nu)), *others
-
-    def cast_to(dtype: Any) -> Callable[[Any], Any]:
-        return lambda x: x if dtype is None else x.astype(dtype)
-
     def init(params: Any) -> Any:
-        return convert(tx.init(params), cast_to(mu_dtype), cast_to(nu_dtype))
+        moments, *others = tx.init(params)
+        return moments._replace(mu=optax.tree.cast(moments.mu, mu_dtype), nu=optax.tree.cast(moments.nu, nu_dtype)), *others
 
     # Only what is kept between steps is rounded; the update itself reads float32 moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, new = tx.update(jax.tree.map(accumulator, grads), convert(state, accumulator, accumulator), params)
-        return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+        moments, *others = state
+        mu, nu, grads = jax.tree.map(accumulator, (moments.mu, moments.nu, grads))
+        updates, new = tx.update(grads, (moments._replace(mu=mu, nu=nu), *others), params)
+        return updates, cast_like(new, state)
 
     return optax.GradientTransformation(init, update)
