@@ -21,7 +21,7 @@ from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_ro
 
 from rampup.engine.mesh import STAGE, make_mesh
 from rampup.engine.pipeline import PipelinedLoss, Stage, check_shapes, permute_layers, pipeline_sums, run_on_stages
-from rampup.engine.totals import Sums, Totals, accumulator
+from rampup.engine.sums import Recipe, Sums, accumulator
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pass_ticks, pipeline_candidates, stage_layer_order
@@ -261,7 +261,7 @@ def rampup_program(
         if is_gpipe:
             sums = gpipe_sums(loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings)
         else:
-            sums = pipeline_sums(loss, params, (x_KRTE, keys_KR), (num_microbatches, 1), Totals(), mesh, shardings)
+            sums = pipeline_sums(loss, params, (x_KRTE, keys_KR), (num_microbatches, 1), Recipe(), mesh, shardings)
         return sums.loss, sums.grads
 
     return Program(
@@ -281,7 +281,7 @@ def gpipe_sums(
 
     def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
         def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
-            stage = Stage(loss, layers, shared, rows, mesh, Totals(), param_shardings=None)
+            stage = Stage(loss, layers, shared, rows, mesh, Recipe(), param_shardings=None)
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums
 

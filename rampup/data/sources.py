@@ -14,7 +14,7 @@ import grain
 import jax
 import numpy as np
 
-from rampup.engine.totals import differing_leaves
+from rampup.engine.sums import differing_leaves
 from rampup.errors import DataError, DataWarning, MissingDependencyError, RampupError, a_type
 
 Rows = Mapping[str, np.ndarray]

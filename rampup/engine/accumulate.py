@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, explained
 from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
 from rampup.engine.replicas import Replicas
-from rampup.engine.totals import (
+from rampup.engine.sums import (
+    Recipe,
     Sums,
-    Totals,
     accumulator,
     fill,
     floating,
@@ -37,7 +36,7 @@ from rampup.engine.totals import (
     safe_reciprocal,
     sum_of_means,
 )
-from rampup.engine.whole import contains, operations
+from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
@@ -53,12 +52,12 @@ class AccumulatedLoss:
     """The `SummableLoss` of a loss function: microbatches run one after the other on every replica.
 
     Attributes:
-        loss_fn: see `rampup.engine.step.train_step`.
+        loss_fn: see `rampup.train_step`.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
         param_shardings: None: `loss_fn` takes whole parameters and the rows of one replica, and the compiler partitions it over
-            fsdp and tensor. Otherwise it takes the rows of one device, and the part of each parameter that one device has along
-            the axes of the rows. These are the shardings of the parameters. It gathers what it needs with its own collectives.
-        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, so that of the accumulators.
+            fsdp and tensor. Shardings of the parameters: it takes the rows of one device and, along the axes of the rows, its
+            part of each parameter, and gathers what it needs with its own collectives.
+        reduction_dtype: type in which replicas exchange gradients; None = that of the sums.
         accumulator_dtype: type in which gradients are summed over the microbatches; None = at least float32.
     """
 
@@ -80,54 +79,50 @@ class AccumulatedLoss:
             raise PipelineShapeError(problem, key="ici_pipeline_parallelism", nearest=(1,))
 
     def sums_and_grads(
-        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
+        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
-        if totals.noise is not None and not takes_whole:
+        if recipe.noise is not None and not takes_whole:
             problem = "needs a loss function that takes whole parameters"
             key = "measure_gradient_noise"
             why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
             raise ConfigError(f"{key}=true {problem}: {why}", key=key, nearest=(False,))
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
-        if has_one and takes_whole and totals.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
-            # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, reads and writes memory as
-            # large as the parameters once more.
-            args = *_split_trained(params), *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
+        if has_one and takes_whole and recipe.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
+            # Nothing to add up: differentiate the mean. To divide the gradient of a sum reads and writes all of it once more.
+            args = *_split_trained(params), *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
             with own_constraints(), jax.named_scope("microbatch"):
                 traced = None
-                # What cannot be traced as it is may be below.
                 with contextlib.suppress(NameError, ValueError):
                     mean_of = _loss_of(self.loss_fn, mesh, differentiates_mean=True)
                     traced, shapes = jax.make_jaxpr(mean_of, return_shape=True)(*args)
                 # A backward rule of the user's own need not be linear, and a narrow type may round 1 / weight to 0: they must
                 # see what they see in any other split.
                 if traced is not None and not contains(traced, BACKWARD_RULES) and not _is_narrow(traced):
-                    loss_of = lambda *args: jax.tree.unflatten(  # noqa: E731
-                        jax.tree.structure(shapes), jaxpr_as_fun(traced)(*jax.tree.leaves(args))
-                    )
-                    (_, sums), grads = jax.value_and_grad(loss_of, has_aux=True)(*args)
+                    replayed = lambda *args: replay(traced, shapes, args)  # noqa: E731
+                    (_, sums), grads = jax.value_and_grad(replayed, has_aux=True)(*args)
                     grads = constrain_leaves(jax.tree.map(accumulator, grads), floating(param_shardings, params))
-                    return totals.finalize(sums, grads)
+                    return recipe.finalize(sums, grads)
         sum_up = self.summation(params, mesh, param_shardings, has_one=has_one)
-        sums = sum_up(params, batch_KR, keys_KR, counts[0] * counts[1], totals)
-        return totals.finalize(sums._replace(grads=None), sums.mean_grads())
+        sums = sum_up(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
+        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
         sum_up = self.summation(params, mesh, has_grads=False)
-        return sum_up(params, batch_KR, keys_KR, num_microbatches, Totals(mutable=mutable))
+        return sum_up(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
 
     def summation(
         self, params: Any, mesh: Mesh, param_shardings: Any = None, *, has_one: bool = False, has_grads: bool = True
     ) -> Callable[..., Sums]:
-        """Return the function of (params, batch_KR, keys_KR, number, totals) that sums over the first `number` microbatches.
+        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums over the first `number` microbatches.
 
-        `params` are the parameters or their shapes. With `has_one`, the buffer has one microbatch, which runs. Without
-        `has_grads`, the function evaluates: it reads `totals.mutable` and does not carry it.
+        With `has_one`, the buffer has one microbatch, which runs. Without `has_grads`, `recipe.mutable` is read and not
+        carried.
         """
         axes = BatchAxes.of(mesh, self.batch_axes)
         takes_whole = self.param_shardings is None
@@ -144,43 +139,42 @@ class AccumulatedLoss:
         loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
-        def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
+        def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
             trained, others = _split_trained(params) if has_grads else (params, None)
 
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
-                if totals.noise and isinstance(sums.weight, tuple):
+                if recipe.noise and isinstance(sums.weight, tuple):
                     problem = "measure_gradient_noise=true needs a loss with one weight, but this one has several parts"
                     raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
                 grads = constrain_leaves(jax.tree.map(accumulator, grads), shardings)
-                noise = totals.noise and totals.noise.block(grads, sums.weight, varying=sums.loss)
+                noise = recipe.noise and recipe.noise.block(grads, sums.weight, varying=sums.loss)
                 grads = jax.tree.map(lambda g: accumulator(g, self.accumulator_dtype), grads)
                 return sums._replace(grads=grads, noise=noise)
 
             def add(i: jax.Array, sums: Sums) -> Sums:
-                mutable = sums.mutable if has_grads else totals.mutable
+                mutable = sums.mutable if has_grads else recipe.mutable
                 with jax.named_scope("microbatch"):
-                    new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, totals.scale, weights))
+                    new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, recipe.scale, weights))
                 added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
                 return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
-            first = trained, others, *take((batch_KR, keys_KR), 0), totals.mutable, totals.scale
+            first = trained, others, *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
             weights = None
             shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
                 weights = total(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
                 with jax.named_scope("microbatch"):
-                    return reduce(sums_of(loss_of(*first, weights)), totals)
+                    return reduce(sums_of(loss_of(*first, weights)), recipe)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
             shapes = shapes._replace(mutable=None)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
             zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
-            zeros = zeros._replace(mutable=totals.mutable if has_grads else None)
-            # A while loop in the program: its bound is an argument, so one executable serves every number.
-            return reduce(jax.lax.fori_loop(0, number, add, zeros), totals)
+            zeros = zeros._replace(mutable=recipe.mutable if has_grads else None)
+            return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
         return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
 
@@ -188,10 +182,7 @@ class AccumulatedLoss:
 def summable(
     loss: LossFn | SummableLoss, mesh: Mesh, batch_axes: BatchAxes | None = None, *, whole_batch: bool = False
 ) -> SummableLoss:
-    """Return a loss of one of these kinds as a `SummableLoss`, with these batch axes if they are given.
-
-    With `whole_batch`, they have no replicas, and a loss that sees the rows of one device, or sums by itself, is refused.
-    """
+    """Return a loss as a `SummableLoss` with these batch axes, if they are given; with `whole_batch`, with no replicas."""
     if whole_batch:
         batch_axes = BatchAxes.whole(mesh, batch_axes)
         problem = None
@@ -208,19 +199,12 @@ def summable(
 
 
 def random_key(seed: int) -> jax.Array:
-    """Return a random key whose numbers do not depend on how arrays are split or sharded.
-
-    That is a threefry key, whatever `jax_default_prng_impl` says: with the hardware generators `rbg` and `unsafe_rbg`, a row's
-    numbers depend on the other rows that are drawn together with it.
-    """
+    """Return a threefry key: with `rbg`, a row's random numbers depend on the rows that are drawn together with it."""
     return jax.random.key(seed, impl="threefry2x32")
 
 
 def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
-    """Return one random key per row, from a key `seed`, the optimizer step and the rows' indices (K, R) in the global batch.
-
-    A row's key does not depend on how the batch is split, so dropout is the same on any number of devices.
-    """
+    """Return one random key per row, from a key `seed`, the optimizer step and the rows' indices (K, R) in the global batch."""
     base = jax.random.fold_in(seed, step)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
 
@@ -240,28 +224,23 @@ def accumulate(
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
-    For a jitted training step of your own. `num_microbatches` is a traced loop bound: one executable serves any number up to K.
-    With `chunk_size=max(plan.max_microbatches.values())`, `step_batches` yields batches whose `chunks[0]` is such a buffer.
+    For a jitted training step of your own: one executable serves any number of microbatches up to K. With
+    `chunk_size=max(plan.max_microbatches.values())`, `step_batches` yields batches whose `chunks[0]` is such a buffer. The
+    method `mean_grads` of the sums returns the gradient for the optimizer.
 
     Args:
-        loss_fn: the loss function (see `train_step`), which sees the rows of one replica. An `AccumulatedLoss` of it also
-            chooses the types in which gradients are summed and exchanged.
+        loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the types in which gradients are summed and exchanged.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use. If a traced number is not from 0 to K, loss, weight and mean are NaN.
-        keys_KR: a random key per row, as `per_row_keys` makes them. None: the loss function gets None.
-        mesh: the mesh.
-        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler. If they name the
+        keys_KR: a random key per row, as `rampup.engine.accumulate.per_row_keys` makes them. None: the loss gets None.
+        mesh: the devices.
+        param_shardings: shardings of `params`, which the accumulators take; None leaves them to the compiler. If they name the
             axes of the replicas, each replica gets its own part of the summed gradients; see `rampup.engine.zero`.
-        mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step. At the
-            end, floating-point leaves become their mean over the replicas, and integers and booleans their maximum. Random keys
-            must be the same on all replicas.
+        mutable: state for `loss_fn` to carry, on each replica its own. At the end, floating-point leaves become their mean over
+            the replicas, and integers and booleans their maximum. Random keys must be the same on all replicas.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
-        whole_batch: the loss function sees all rows of a step; see `train_step`. K is 1, as with the batches of
-            `plan.with_whole_batches()`.
-
-    Returns:
-        The sums over the global batch. Their method `mean_grads` returns the gradient for the optimizer.
+        whole_batch: the loss sees all rows of a step, and K is 1, as with the batches of `plan.with_whole_batches()`.
 
     Raises:
         ConfigError: `num_microbatches` is not a number from 0 to K, or K is not 1 with `whole_batch`.
@@ -282,7 +261,7 @@ def accumulate(
     def sum_up(has_explicit: bool, params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any) -> Sums:
         own = with_explicit_axes(loss, auto_view(mesh), *shardings) if has_explicit else loss
         run = own.summation(params, mesh, param_shardings, has_one=has_one)
-        return run(params, batch_KR, keys_KR, number, Totals(mutable=mutable))
+        return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
 
     args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
     whole = replicated(mesh)
@@ -301,22 +280,13 @@ def multi_steps(
 ) -> optax.MultiSteps:
     """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at every optimizer step.
 
-    For a training step of your own that calls the optimizer once per microbatch. It differs from the engine `fused`:
-
-    - the optimizer's arithmetic runs at every microbatch;
-    - microbatches count equally, however many tokens they have;
-    - a checkpoint in the middle of an accumulation cannot be resumed with another k, so write checkpoints between optimizer
-      steps.
-
-    Args:
-        tx: the optimizer.
-        plan: the plan.
-        use_grad_mean: see `optax.MultiSteps`.
-        should_skip_update_fn: refused, because it does not count the microbatches that it skips.
+    For a training step of your own that calls the optimizer once per microbatch. Unlike with the engine `fused`, the
+    optimizer's arithmetic runs at every microbatch, and microbatches count equally, however many tokens they have. Write
+    checkpoints between optimizer steps: one in the middle of an accumulation cannot be resumed with another k.
 
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
-        ConfigError: `should_skip_update_fn` is given.
+        ConfigError: `should_skip_update_fn` is given, which would not count the microbatches that it skips.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -334,7 +304,6 @@ def multi_steps(
         )
     if plan.ramp.ramp_steps >= 2**31:
         raise RampDefinitionError(f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32")
-    # MultiSteps asks for k in every microbatch, inside the compiled step: a look-up in two small constants.
     start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
     num_microbatches = np.array([split.num_microbatches for split in plan.splits], np.int32)
 
@@ -347,11 +316,8 @@ def multi_steps(
 
 def _is_narrow(traced: Any) -> bool:
     """Return whether a loss has a type narrower than float32, or any of its values one with a smaller range."""
-    types = [v.aval.dtype for eqn in operations(traced) for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    floating = [jnp.finfo(t) for t in types if jnp.issubdtype(t, jnp.floating)]
-    return (
-        any(info.minexp > jnp.finfo(jnp.float32).minexp for info in floating) or jnp.finfo(traced.out_avals[0].dtype).bits < 32
-    )
+    has_small_range = any(info.minexp > jnp.finfo(jnp.float32).minexp for info in floating_types(traced))
+    return has_small_range or jnp.finfo(traced.out_avals[0].dtype).bits < 32
 
 
 def _split_trained(params: Any) -> tuple[Any, Any]:
@@ -370,9 +336,8 @@ def _loss_of(
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function that calls the loss function on one microbatch: the value to differentiate, and the sums.
 
-    With `differentiates_mean`, the value is loss / weight instead of the loss. Of several parts it is the sum of loss / weight,
-    with the `weights` of the whole step, or if they are None, of the microbatch; it is multiplied with the largest of them
-    instead of the one weight. For `keeps_mutable` see `check_results`.
+    The value is the loss, or with `differentiates_mean` loss / weight; of several parts, the sum of loss / weight, with the
+    `weights` of the step or for None of the microbatch, times the largest of them.
     """
 
     def loss_of(
@@ -387,7 +352,7 @@ def _loss_of(
         # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
         divisor = jax.tree.map(accumulator, jax.lax.stop_gradient(weight if weights is None else weights))
         value = sum_of_means(loss, divisor) * largest(divisor) if isinstance(loss, tuple) else loss
-        value = Totals(scale=scale).scaled(value)
+        value = Recipe(scale=scale).scaled(value)
         if differentiates_mean:
             value *= safe_reciprocal(largest(divisor))
         loss, weight, aux = jax.tree.map(accumulator, (loss, weight, aux))
@@ -401,9 +366,8 @@ def _weights(
 ) -> Any:
     """Return the weights of the parts of a loss over the first `number` microbatches of a replica's rows.
 
-    Each part of a gradient is divided by its own weight over the whole step. With the weights known before the first
-    gradient, one backward pass and one accumulator serve all parts; otherwise it would be one of each for every part. Weights
-    seldom depend on the parameters, so the compiler drops the model from this loop.
+    Known before the first gradient, they let one backward pass and one accumulator serve all parts. They seldom depend on the
+    parameters, so the compiler drops the model from this loop.
     """
     loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
 

@@ -46,23 +46,10 @@ class BufferLayout:
 
 
 def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None) -> BufferLayout:
-    """Return the layout for every step of a plan with the microbatch size of `split`.
+    """Return the layout for every step of a plan with the microbatch size of `split`, for rows of `row_size` numbers.
 
-    Args:
-        plan: the plan, which knows the largest number of microbatches of a step.
-        split: gives the rows of a microbatch.
-        row_size: the numbers in a row; see `row_size`.
-        chunk_size: microbatches of a chunk; None = all if the buffer has at most `MAX_WHOLE` numbers, else as many as make at
-            most `MAX_CHUNKS` chunks.
-
-    Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(ramp=BatchRamp.constant(80), splitter=BatchSplitter(data_parallel_size=2, microbatch_size=2),
-        ...     num_devices=2, total_steps=3)
-        >>> layout_of(plan, plan.splits[0], 100)
-        BufferLayout(rows=4, chunk_size=20, num_chunks=1)
-        >>> layout_of(plan, plan.splits[0], 10_000)
-        BufferLayout(rows=4, chunk_size=3, num_chunks=7)
+    A chunk has `chunk_size` microbatches; None = all if the buffer has at most `MAX_WHOLE` numbers, else as many as make at
+    most `MAX_CHUNKS` chunks.
     """
     rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
@@ -72,10 +59,7 @@ def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: i
 
 
 def row_size(rows: Any, num_axes: int = 0) -> int:
-    """Return how many numbers a row has, from arrays with `num_axes` axes before those of a row.
-
-    Not its bytes: a type can be narrower on the devices than on the host.
-    """
+    """Return how many numbers a row has, from arrays with `num_axes` axes before it. Not bytes, which differ on the devices."""
     return sum(math.prod(np.shape(x)[num_axes:]) for x in jax.tree.leaves(rows))
 
 
@@ -121,11 +105,7 @@ def put_batch(
     """Put the microbatches of a step on the devices as chunks of one shape; the last chunk is padded with zeros.
 
     `batch_nR` are the rows of this process, arrays (n, rows, ...), which must not change afterwards. The position's `split`
-    says how the rows are split, planned or not. For `chunk_size` see `layout_of`. `name_row` returns where a row comes from,
-    by its place among the rows of this process.
-
-    Raises:
-        DataError: rows that contain something else than numbers, no numbers, or numbers that do not fit the devices.
+    says how the rows are split, planned or not. `name_row` returns where a row comes from, by its place among these rows.
     """
     leaves, structure = jax.tree.flatten(batch_nR)
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.engine.totals import Sums, Totals, differing_leaves
+from rampup.engine.sums import Recipe, Sums, differing_leaves
 from rampup.errors import ConfigError, a_type
 
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.engine.step.train_step`.
@@ -25,24 +25,19 @@ Counts = tuple[jax.Array, jax.Array]
 
 @runtime_checkable
 class SummableLoss(Protocol):
-    """A loss with a method that adds it up over the microbatches of a step, which is all that a training step calls.
-
-    `AccumulatedLoss` makes one of a loss function; `rampup.engine.pipeline.PipelinedLoss` spreads its layers over stages. To
-    replace its batch axes, `train_step` needs a dataclass with a field `batch_axes`.
-    """
+    """A loss that adds itself up over the microbatches of a step. One with a field `batch_axes` is a dataclass."""
 
     def check(self, mesh: Mesh, engine: str) -> None:
         """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
 
     def sums_and_grads(
-        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
+        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
-        Integers among the parameters have no gradient, but None in its place. If `totals.mutable` or `totals.noise` is given,
-        the sums have a new `mutable`, or the squares of the gradients. A loss that differentiates `totals.scaled(loss)` undoes
-        the scale with `totals.finalize`; one that does neither is right too. `param_shardings` are the shardings that the
-        gradients get: those of the parameters, or with ZeRO-1 those of each replica's part.
+        Integers among the parameters have None for a gradient. If `recipe` has `mutable` or `noise`, the sums have new ones. A
+        loss that differentiates `recipe.scaled(loss)` undoes the scale with `recipe.finalize`; one that does neither is right
+        too. `param_shardings` are those of the gradients.
         """
 
     def eval_sums(
@@ -54,10 +49,7 @@ class SummableLoss(Protocol):
 def check_results(
     results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, keeps_mutable: bool = True
 ) -> tuple[Any, Any, Any, Any]:
-    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract.
-
-    With `keeps_mutable=False` (evaluation), the new `mutable` is discarded and may have any structure.
-    """
+    """Return (loss_sum, weight_sum, aux, mutable or None) of a loss function, or refuse one that breaks its contract."""
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
     for path, leaf in jax.tree.leaves_with_path(aux):
@@ -98,10 +90,7 @@ def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
 
 @contextlib.contextmanager
 def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
-    """Raise JAX's errors in a loss function of this number of arguments in words of its contract, if they are known.
-
-    It has taken its keys for one key, or it names an axis that is none of those of the mesh, such as that of a pmap.
-    """
+    """Raise JAX's errors in a loss function of this number of arguments in words of its contract, if they are known."""
     try:
         yield
     except (TypeError, ValueError, NameError) as error:
@@ -130,8 +119,8 @@ def signature_problem(function: Callable[..., Any], number: int) -> str | None:
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
     """Refuse `aux`, the result for some `rows`, if it has a value for each: a step would add up rows of different microbatches.
 
-    A dimension as long as the microbatch proves nothing: there may be as many classes. But if it is that of the rows, `aux_of`
-    makes it twice as long for twice as many rows.
+    A dimension as long as the microbatch may be that of as many classes. If it is that of the rows, twice as many rows make it
+    twice as long.
     """
     sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
     if not sizes:

@@ -1,8 +1,7 @@
 """Explicit meshes: arrays live on the mesh that the user gave, a program sees its axes as automatic, and a loss as it needs.
 
-A step reduces gradients over its replicas once. For that, it makes their axes manual and leaves the others to the compiler. But
-a model that says `out_sharding=P("data", ...)` needs axes that are Explicit. The loss function of such a model is traced with
-all axes Explicit, on the rows of all replicas, and the gradient is reduced in every microbatch, as in `jax.jit`.
+The loss function of a model that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the rows of all
+replicas, and the gradient is reduced in every microbatch, as in `jax.jit`.
 """
 
 from __future__ import annotations
@@ -78,10 +77,7 @@ def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
 
 
 def call_with_auto_axes(run: Callable[..., Any], mesh: Mesh, args: Any, results: Any) -> Any:
-    """Return `run(has_explicit, *args)`, which sees Auto axes, in a function of the user's own that may have Explicit ones.
-
-    Then its results have them too: `results` are their shardings, or those of trees of them.
-    """
+    """Return `run(has_explicit, *args)`, which sees Auto axes, where the caller may have Explicit ones, for such results."""
     has_types = any(is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(args))
 
     def call(has_explicit: bool) -> Any:
@@ -96,10 +92,7 @@ def call_with_auto_axes(run: Callable[..., Any], mesh: Mesh, args: Any, results:
 
 
 def with_explicit_axes(loss: Any, mesh: Mesh, params: Any, carried: Any = None, frozen: Any = None) -> Any:
-    """Return a loss whose function sees all axes of the mesh as Explicit, and the rows of all replicas.
-
-    `params`, `carried` and `frozen` are the shardings of its arguments.
-    """
+    """Return a loss whose function sees all axes as Explicit, and the rows of all replicas. The last three are shardings."""
     if getattr(loss, "loss_fn", None) is None or getattr(loss, "param_shardings", None) is not None:
         rule = "a loss with `out_sharding`, or other uses of Explicit axes, must be a function of whole parameters"
         raise ConfigError(f"{rule}, and not a {type(loss).__name__}; make the mesh with Auto axes", key="mesh")

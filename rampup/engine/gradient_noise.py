@@ -1,12 +1,11 @@
 """Measures the gradient noise scale inside a training step; see `rampup.batch_size.noise_scale` for the estimator.
 
-A block is one microbatch on one replica. Its gradient is there anyway, before it is added to those of the other microbatches.
-So all that a step needs in addition is the sum of its squares. Three things keep that cheap:
+A block is one microbatch on one replica. Its gradient is there anyway, so all that a step needs in addition is the sum of its
+squares. Two things keep that cheap:
 
 - The sums of the replicas travel with the loss, in the reduction that a step has at its end.
 - Along axes that shard the parameters (fsdp, tensor), a sum of squares would be a reduction per microbatch and array. So each
   shard keeps a partial sum of its own, and the partial sums are added once, together with those of |g|^2.
-- The second geometry, that of Adam, weights the squares with the second moments that the optimizer has anyway.
 
 A geometry is a way to square a gradient x: x^2 (Euclidean), or x^2 / sqrt(v) with Adam's second moment v. G_j is the gradient
 sum of block j and W_j its weight. S is the trace of the gradient's covariance, and G2 the square of the true gradient.
@@ -36,9 +35,8 @@ class NoiseSums(NamedTuple):
 
     Attributes:
         squares: sums of |G_j|^2 / W_j and of |G_j|^2, an array (2, geometries, *shards): the Euclidean geometry, then Adam's
-            if it is measured. Each shard of the parameters has a partial sum.
-        blocks: number of blocks with a weight. In a pipeline's stage, this is the weight of every microbatch, (K,), and the
-            squares are those of every microbatch, (geometries, *shards, K), not divided yet.
+            if it is measured. In a pipeline's stage, those of every microbatch, (geometries, *shards, K), not divided yet.
+        blocks: number of blocks with a weight. In a pipeline's stage, the weight of every microbatch, (K,).
     """
 
     squares: jax.Array
@@ -48,15 +46,7 @@ class NoiseSums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseMeter:
-    """Measures the squares of gradients on a mesh, without communication. It is a pytree whose arrays are `moments`.
-
-    Attributes:
-        shardings: shardings of the gradients, in the order of their leaves.
-        axes: the mesh axes over which a sum of squares is split into partial sums.
-        mesh: the mesh.
-        moments: Adam's second moments, for a second geometry: sum of x^2 / sqrt(v + 1e-16), without x where v = 0. None:
-            the Euclidean one alone.
-    """
+    """Measures squares of gradients. A pytree of the arrays `moments`, Adam's second moments for a second geometry, or None."""
 
     shardings: tuple[Any, ...] = field(metadata={"static": True})
     axes: tuple[str, ...] = field(metadata={"static": True})
@@ -77,10 +67,9 @@ class NoiseMeter:
         return tuple(self.mesh.shape[name] for name in self.axes)
 
     def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
-        """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
+        """Return the sum of squares of a gradient, or of a part of it, in every geometry, (geometries, *shards).
 
-        `moments` and `shardings` are those of `grads`, which may be a part of all gradients. In a loop over microbatches,
-        `varying` is a number that changes with the microbatch.
+        In a loop over microbatches, `varying` is a number that changes with the microbatch.
         """
         shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
@@ -88,8 +77,7 @@ class NoiseMeter:
         if moments is not None:
             if varying is not None:
                 # The compiler would move what depends on the moments alone out of the loop, into buffers as large as the
-                # parameters. So they depend on the microbatch, though not on its gradient: the whole gradient would then have
-                # to exist first and be read twice.
+                # parameters. So they depend on the microbatch, but not on its gradient, which would then be read twice.
                 moments = jax.lax.optimization_barrier((moments, varying))[0]
                 moments = jax.tree.map(self._keep_layout, moments)
             # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
@@ -103,11 +91,11 @@ class NoiseMeter:
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
-        """Return S (`trace`) and G2 (`squared_norm`) of a step from the sums over its blocks and the gradient of the mean.
+        """Return the metrics of a step from the sums over its blocks and the gradient of the mean, possibly scattered.
 
-        The gradient is sharded as this meter expects, possibly over the replicas too. The metrics are `grad_norm`, and
-        `gradient_noise` with `trace`, `squared_norm`, `blocks`, `squares`, which is the sum of |G_j|^2, and in Adam's geometry
-        `adam_trace`, `adam_squared_norm` and `adam_squares`. With fewer than two blocks, S and G2 are NaN.
+        They are `grad_norm`, and `gradient_noise` with S (`trace`), G2 (`squared_norm`), `blocks`, `squares`, which is the sum
+        of |G_j|^2, and in Adam's geometry `adam_trace`, `adam_squared_norm` and `adam_squares`. Of fewer than two blocks, S and
+        G2 are NaN.
         """
         moments = self.moments
         used = axes_of(self.shardings)
@@ -119,8 +107,8 @@ class NoiseMeter:
         divided, squares = jnp.split(self._total(noise.squares.reshape(-1, *noise.squares.shape[2:])), 2)
         norms = meter._total(meter.squares(grads, moments))
         if moments is not None:
-            # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments
-            # are too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
+            # The unit of Adam's geometry becomes that of the Euclidean one. Otherwise the first steps, whose second moments are
+            # too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
             exact = jax.tree.map(lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments)
             mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
             mean /= sum(v.size for v in jax.tree.leaves(moments))
@@ -141,10 +129,9 @@ class NoiseMeter:
         return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
 
     def _keep_layout(self, v: jax.Array) -> jax.Array:
-        """Keep second moments on a TPU as they are outside of the loop, where they would otherwise be copied for all of it.
+        """Keep second moments on a TPU as they are, so that they are transposed one by one and not copied before the loop.
 
-        The gradient of a microbatch often has its dimensions in another order, in which the compiler wants the moments too. So
-        it transposes one array at a time, inside the loop. Not of shards: JAX 0.7 would gather them.
+        A gradient often has its dimensions in another order. Not of shards: JAX 0.7 would gather them.
         """
         if self.axes or v.ndim < 2 or self.mesh.devices.flat[0].platform != "tpu":
             return v
@@ -169,7 +156,6 @@ class NoiseMeter:
 
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array (*shards)."""
-        # Every sharded dimension is split into its shards and the rest. The sum over the rest is local to each shard.
         shape, names, rest = list[int](), list[str](), list[int]()
         for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
             own = [name for name in axis_names(entry) if name in self.axes]
@@ -198,5 +184,4 @@ def second_moments(opt_state: Any, params: Any) -> Any:
     """Return Adam's second moments in an optimizer's state, shaped like the parameters, or None. See `NoiseMeter.moments`."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "nu"))
     found = [state.nu for state in states if hasattr(state, "nu")]
-    # A part of the parameters, as with `optax.masked`, has another structure.
     return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None

@@ -46,11 +46,7 @@ class BatchAxes:
 
     @classmethod
     def of(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
-        """Return `axes`, or for None data and fsdp as far as the mesh has them.
-
-        Raises:
-            ConfigError: the mesh does not have these axes.
-        """
+        """Return `axes`, or for None data and fsdp as far as the mesh has them; refuse axes that it does not have."""
         names = tuple(str(name) for name in mesh.axis_names)
         example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
         if axes is None:
@@ -73,11 +69,7 @@ class BatchAxes:
 
     @classmethod
     def whole(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
-        """Return the axes of a loss that sees whole batches: those of the rows, without replicas.
-
-        Raises:
-            ConfigError: `axes` names replicas.
-        """
+        """Return the axes of a loss that sees whole batches: those of the rows, without replicas."""
         found = cls.of(mesh, axes)
         if axes is not None and found.replica:
             rule = "whole_batch=True is for a loss that sees the rows of all devices together, but each replica of"
@@ -105,9 +97,8 @@ class BatchAxes:
 def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, tensor, stage) over all devices.
 
-    On a TPU, neighbors on an axis are neighbors in the torus as far as possible. If the devices form several slices, the slices
-    lie along the axes that `axes.slices` names, and along the data axis if it names none, so that only the gradient reduction
-    of a step crosses them.
+    On a TPU, neighbors on an axis are neighbors in the torus as far as possible. Several slices lie along the axes that
+    `axes.slices` names, and if it names none along the data axis, so that only the gradient reduction of a step crosses them.
 
     Args:
         axes: number of devices along each axis; None puts all devices on the data axis.
@@ -159,7 +150,6 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
     split = devices[0].platform == "tpu"
     arranged = [mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split) for group in groups]
-    # (slices along each axis, devices of a slice along each axis), joined axis by axis.
     blocks = np.stack(arranged).reshape(*between, *within)
     n = len(names)
     order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
@@ -195,14 +185,7 @@ def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = Non
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
-    """Return the shardings of a tree's leaves on `mesh`.
-
-    Leaves that are on one device or replicated are replicated on the mesh. A sharding on another mesh of the same devices is
-    expressed in the axes of this one.
-
-    Raises:
-        ConfigError: a leaf is sharded in a way that the axes of this mesh cannot express.
-    """
+    """Return the shardings of a tree's leaves on `mesh`; those on one device are replicated, and those on others refused."""
     mesh = auto_view(mesh)
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -211,19 +194,9 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             return sharding
         if sharding is None or sharding.is_fully_replicated:
             return replicated(mesh)
-        if isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec:
-            # Meshes in the same order of devices: each axis of the other mesh is one axis of this mesh, or several in a row.
-            own = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
-            groups: dict[Any, tuple[str, ...]] = {}
-            for name, size in sharding.mesh.shape.items():
-                names: tuple[str, ...] = ()
-                product = 1
-                while own and product < size:
-                    product, names = product * own[0][1], (*names, own.pop(0)[0])
-                groups[name] = names
-            entries = [tuple(own for name in axis_names(entry) for own in groups[name]) or None for entry in sharding.spec]
-            found = NamedSharding(mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
-            # Grouping by sizes can go wrong if the meshes order their devices differently, so the result is compared.
+        is_named = isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec
+        if is_named and axes_of(sharding) <= {*mesh.axis_names}:
+            found = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
             if found.is_equivalent_to(sharding, leaf.ndim):
                 return found
         problem = f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
@@ -251,7 +224,7 @@ def constrain(x: jax.Array, sharding: Any) -> jax.Array:
     kept = without_manual_axes(sharding)
     if kept is None:
         return x
-    # Inside such a function, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
+    # There, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
     try:
         return _with_sharding_constraint(x, getattr(kept, "spec", kept))
     except RuntimeError:
@@ -272,13 +245,12 @@ def manual_size(name: str) -> int:
 
 
 def without_manual_axes(sharding: Any) -> Any:
-    """Return a NamedSharding or PartitionSpec without the axes that are manual here; None if nothing is left to constrain.
+    """Return a NamedSharding or PartitionSpec without the axes that are manual or mapped here; None if nothing is left.
 
-    A manual axis already has its part of the array on each device, so a constraint cannot name it. Axes that a training step
-    maps over count as manual.
+    A manual axis already has its part of the array on each device, so a constraint cannot name it.
     """
     context = jax.sharding.get_abstract_mesh()
-    manual = frozenset((*context.manual_axes, *getattr(_patch, "mapped", ())))
+    manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         sharding = NamedSharding(auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
     if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
@@ -290,12 +262,7 @@ def without_manual_axes(sharding: Any) -> Any:
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes in one entry of a PartitionSpec.
-
-    Example:
-        >>> axis_names("data"), axis_names(("data", "fsdp")), axis_names(None)
-        (('data',), ('data', 'fsdp'), ())
-    """
+    """Return the mesh axes in one entry of a PartitionSpec: a name, a tuple of names, or None."""
     return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
 
 
@@ -305,12 +272,7 @@ def axes_of(shardings: Any) -> set[str]:
 
 
 def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    """Return a PartitionSpec without some axes.
-
-    Example:
-        >>> tuple(spec_without(PartitionSpec(("data", "fsdp"), "data"), frozenset({"data"})))
-        ('fsdp', None)
-    """
+    """Return a PartitionSpec without some axes."""
 
     def keep(entry: Any) -> Any:
         if not isinstance(entry, (str, tuple)):
@@ -330,22 +292,19 @@ _num_patched = 0
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
 
-    Models constrain their activations over the data axis, as MaxText's do. In a training step that axis is manual, or
-    `jax.vmap` maps over it, and JAX refuses a constraint that names it. In other threads
-    the replacement does what JAX's function does. The last context to end puts that back.
-
-    JAX has no public hook for the constraints of a model that somebody else wrote, so its own function is replaced.
+    Models constrain activations over the data axis, which JAX refuses there, and it has no hook for that. So its function is
+    replaced, for this thread, until the last context ends.
     """
     global _num_patched
     with _patch_lock:
         _num_patched += 1
         jax.lax.with_sharding_constraint = _constrain_without_manual_axes
-    before = getattr(_patch, "active", False), getattr(_patch, "mapped", ())
-    _patch.active, _patch.mapped = True, mapped
+    before = getattr(_patch, "mapped", None)
+    _patch.mapped = mapped
     try:
         yield
     finally:
-        _patch.active, _patch.mapped = before
+        _patch.mapped = before
         with _patch_lock:
             _num_patched -= 1
             if not _num_patched:
@@ -354,7 +313,7 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
 
 @functools.wraps(_with_sharding_constraint)
 def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
-    if not getattr(_patch, "active", False) or is_explicit(jax.sharding.get_abstract_mesh()):
+    if getattr(_patch, "mapped", None) is None or is_explicit(jax.sharding.get_abstract_mesh()):
         return _with_sharding_constraint(x, shardings)
 
     def constrain_part(sharding: Any, part: Any) -> Any:
@@ -367,12 +326,8 @@ def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
 
 @functools.cache
 def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> dict[int, np.ndarray]:
-    """Return the rows of a microbatch of `num_rows` that each process must have, in ascending order: those of its devices.
-
-    This follows from the sharding and not from the number of processes: processes that differ only in tensor or stage need the
-    same rows.
-    """
-    # A set: devices that differ only in tensor or stage have the same slice. A missing start or stop is the end.
+    """Return the rows of a microbatch of `num_rows` that each process must have, in ascending order: those of its devices."""
+    # A set: devices, and processes, that differ only in tensor or stage need the same rows. A missing stop is the end.
     found: dict[int, set[tuple[int, int]]] = {}
     for device, index in batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items():
         part = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop

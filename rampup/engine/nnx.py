@@ -34,17 +34,15 @@ def split_model(
     Args:
         model: the model. Variables that are not parameters, such as batch statistics, are carried from microbatch to
             microbatch in `TrainState.mutable`, on each replica its own. At the end of a step, floating-point variables become
-            their mean over the replicas and integers their maximum, so a counter of rows counts those of one replica: return
-            such counts in `aux`, which is a sum. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
+            their mean over the replicas and integers their maximum: return counts of rows in `aux`, which is a sum. Take sown
+            intermediates in the loss function, with `nnx.pop`.
         loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
             row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
-            with the key of its first row. For masks that do not depend on how the batch is split, use `keys`. The mode of the
-            model (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
+            with the key of its first row; masks from `keys` do not depend on how the batch is split. The mode of the model
+            (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
         tx: the optimizer; with the engine `multi_steps`, `rampup.multi_steps(tx, plan)`.
-        mesh: the devices.
-        wrt: the variables to train, as in `nnx.Optimizer`, such as `nnx.LoRAParam`. The other `nnx.Param` are in
-            `TrainState.frozen`, and nothing is accumulated for them.
-        shard_optimizer_over_data, batch_axes: see `train_step`.
+        wrt: the variables to train, such as `nnx.LoRAParam`. The other `nnx.Param` are in `TrainState.frozen`.
+        mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
 
     Example:
         >>> import numpy as np
@@ -84,7 +82,6 @@ def split_model(
         loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
         return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
 
-    # Random numbers that are for a microbatch and not for a row; see `rampup.engine.check_loss`.
     pure.has_streams = bool(jax.tree.leaves(streams))  # type: ignore[attr-defined]
     options: dict[str, Any] = {"mutable": rest if has_rest else None, "frozen": frozen if has_frozen else None}
     options |= {"shard_optimizer_over_data": shard_optimizer_over_data, "batch_axes": batch_axes}

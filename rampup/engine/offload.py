@@ -24,18 +24,7 @@ SHARE_OF_HOST = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
-    """Memory per device that a program needs while it runs, in bytes.
-
-    Attributes:
-        arguments: size of the arguments.
-        outputs: size of the results.
-        aliased: size of the results that are written into the memory of donated arguments.
-        temporary: peak size of the intermediate values.
-        code: size of the program.
-        host: size of the arguments and results in host memory, which the other numbers leave out.
-        peak: the most device memory in use at a time, by the compiler's own account, or None. Only that of a TPU is used here:
-            its `temporary` counts fragmentation twice up to libtpu 0.0.50.
-    """
+    """Memory per device that a program needs while it runs, in bytes."""
 
     arguments: int
     outputs: int
@@ -54,16 +43,10 @@ class ProgramMemory:
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
-    """Return the memory per device that a `jax.stages.Compiled` needs, without running it.
-
-    Raises:
-        ConfigError: this backend does not report it.
-    """
-    # Of the compiler: sizes of the buffers that it has planned, without running the program.
+    """Return the memory per device that a `jax.stages.Compiled` needs, as the compiler planned it."""
     stats = compiled.memory_analysis()
     if stats is None:
         raise ConfigError(f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs")
-    # The program may be for devices of another machine.
     devices = [device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set]
     platform = devices[0].platform if devices else jax.default_backend()
     return ProgramMemory(
@@ -94,15 +77,11 @@ def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:
-    """Return the bytes that a program may use on each device: the smallest limit of any of them.
-
-    Devices without memory of their own share half of this machine's free memory. If that is unknown, the result is 0.
-    """
+    """Return the bytes that a program may use on each device: the smallest limit, or a share of this machine's free memory."""
     limits = [device_limit(device) for device in devices]
     known = [limit for limit in limits if limit is not None]
     if len(known) == len(limits):
         return min(known)
-    # CPU devices are threads of this process and share the memory of the machine, within the limit of its control group.
     free = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -172,11 +151,7 @@ def host_shardings(tree: Any) -> Any:
 
 
 def fetch_offloaded(state: Any, shardings: Any) -> Any:
-    """Return a state with its arrays in host memory copied to the devices. Call it inside a compiled program.
-
-    There the compiler copies each array when it is needed. `shardings` are those of the program's argument, which a trace does
-    not know; its `out_shardings` bring the new state back. If nothing is offloaded, the state is returned as it is.
-    """
+    """Return a state with arrays in host memory copied to the devices, in a program whose `out_shardings` bring it back."""
     on_devices = device_shardings(shardings)
     is_on_devices = jax.tree.leaves(on_devices) == jax.tree.leaves(shardings)
     return state if is_on_devices else jax.device_put(state, on_devices)

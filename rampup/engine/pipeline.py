@@ -29,7 +29,7 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 # Memory. A backward needs the input of its forward, 2(p - 1 - s) ticks earlier on stage s. Stage 0 waits longest: when it runs
 # the backward of k, it has already run the forwards up to k + 2(p - 1), and the inputs of k to k + 2(p - 1) are alive. So a
 # ring buffer of 2p - 1 slots, with microbatch k in slot k mod (2p - 1), never overwrites an input that is still needed. Its
-# size does not depend on m. Every stage has a buffer of this size because all stages run the same program.
+# size does not depend on m. All stages run the same program, so every stage has a buffer of this size.
 #
 # With v repeats (interleaved schedule), the layers are split into v * p chunks, and chunk r * p + s is the r-th one of stage s.
 # A microbatch passes through all stages v times: p ticks after it entered stage 0 it arrives there again. In between, stage 0
@@ -50,8 +50,6 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 # Backward: the first one, unit 0 in the order of the backwards, is microbatch 0 in repeat v - 1. Its forward is unit
 # (v - 1) * p and runs on stage p - 1 at tick (v - 1) * p + (p - 1) = v * p - 1. The backward follows in that tick. Hence
 #     at tick t, stage s runs the backward of unit t - (v * p - 1) - (p - 1 - s).
-# Unit u is on stage 0 at tick u + (v * p - 1) + (p - 1), and one tick later stage p - 1 runs unit u + p: the same microbatch in
-# its next turn, as in the forward.
 # The input of backward unit u in repeat r was stored by forward unit u + (r - turn) * p. Between the two are
 # 2(v - r) * p - 2 - 2s ticks, at most 2 * v * p - 2 (r = 0, s = 0). By the argument above, 2 * v * p - 1 slots suffice.
 # Length. A tick runs a chunk, 1/v of a stage. If p divides m, v * m + p - 1 ticks have a forward and as many a backward, so a
@@ -75,7 +73,7 @@ from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, check_aux, signature_problem
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints
-from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.sums import Recipe, Sums, accumulator, accumulator_type, cast_for_exchange
 from rampup.engine.whole import with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
@@ -91,24 +89,23 @@ class PipelinedLoss:
     """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
 
     The parameters are a dict: `layers`, stacked along the first axis, and the parameters of the first and the last part, which
-    every stage has. With repeats, the layers are in the order of `rampup.plan.pipeline.stage_layer_order`; `permute_layers`
-    brings them into it.
+    every stage has. With repeats, `rampup.engine.pipeline.permute_layers` brings the layers into their order.
 
     Attributes:
         first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one
-            microbatch on one replica, and `keys` one random key per row. x is any pytree of floating-point arrays. Other
-            values, such as positions, belong in the batch.
+            microbatch on one replica, and `keys` one random key per row. x is a pytree of floating-point arrays; positions and
+            the like belong in the batch.
         stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types.
             `first_layer` is the index in the model of the first of `layers`.
         last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers: sums over the rows.
         num_repeats: chunks of layers per stage, v.
-        remat_policy: None: keep of a chunk's forward only its input, and compute the chunk again in its backward. A policy of
-            `jax.checkpoint`, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it says as well.
-            Each stage keeps these values for up to 2*v*p - 1 chunks.
+        remat_policy: None: keep only the input of a chunk's forward, and compute the chunk again in its backward. A policy of
+            `jax.checkpoint`, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it says as well, for
+            up to 2*v*p - 1 chunks per stage.
         skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run the
             first and the last part. This can deadlock if the compiler puts a collective over another axis, such as fsdp or
-            tensor, inside the branch. False: every stage computes everything in every tick, on placeholders if it has nothing
-            to do, and drops those results. None: True if all axes but `stage` and those of the replicas have size 1.
+            tensor, inside the branch. False: every stage computes everything in every tick, and drops the results of
+            placeholders. None: True if all axes but `stage` and those of the replicas have size 1.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
         reduction_dtype, accumulator_dtype: see `rampup.engine.accumulate.AccumulatedLoss`.
     """
@@ -130,17 +127,17 @@ class PipelinedLoss:
             raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
 
     def sums_and_grads(
-        self, params: Params, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
+        self, params: Params, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        sums = pipeline_sums(self, params, (batch_KR, keys_KR), counts, totals, mesh, param_shardings)
-        return totals.finalize(sums._replace(grads=None), sums.mean_grads())
+        sums = pipeline_sums(self, params, (batch_KR, keys_KR), counts, recipe, mesh, param_shardings)
+        return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
         self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        return pipeline_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Totals(mutable=mutable), mesh)
+        return pipeline_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Recipe(mutable=mutable), mesh)
 
 
 def pipeline_sums(
@@ -148,37 +145,31 @@ def pipeline_sums(
     params: Params,
     rows: tuple[Any, jax.Array],
     counts: tuple[jax.Array | int, jax.Array | int],
-    totals: Totals,
+    recipe: Recipe,
     mesh: Mesh,
     param_shardings: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
 
-    `rows` are the batch and its keys, sharded over the data and fsdp axes, in a buffer of K microbatches. `counts` are the
-    microbatches of a pass and the passes, whose product is at most K. `layers` of the parameters are sharded over the stage
-    axis. Gradients take `param_shardings`; None = forward only, without gradients.
-
-    Raises:
-        ConfigError: the state has `mutable`.
-        PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
+    `rows` are the batch and its keys in a buffer of K microbatches. `counts` are the microbatches of a pass and the passes,
+    whose product is at most K. Gradients take `param_shardings`; None = forward only.
     """
-    if totals.mutable is not None:
+    if recipe.mutable is not None:
         raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
     # As in the program below, a `jax.shard_map` of the loss finds the mesh.
     with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
-        check_shapes(loss, params, *rows, mesh, measures_noise=totals.noise is not None)
+        check_shapes(loss, params, *rows, mesh, measures_noise=recipe.noise is not None)
 
-    def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, totals: Totals) -> Sums:
-        stage = Stage(loss, layers, shared, rows, mesh, totals, param_shardings)
+    def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, recipe: Recipe) -> Sums:
+        stage = Stage(loss, layers, shared, rows, mesh, recipe, param_shardings)
         sums = jax.lax.fori_loop(0, passes, lambda index, sums: stage.run_pass(index * m, m, sums), stage.zeros())
         if sums.grads is None:
             return sums
-        # The gradients of all chunks, stacked along one axis as the layers are.
         chunks, shared = sums.grads
         return sums._replace(grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared))
 
     m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
-    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), totals)
+    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), recipe)
 
 
 def permute_layers(tree: Any, order: Sequence[int]) -> Any:
@@ -205,16 +196,12 @@ def run_on_stages(
     mesh: Mesh,
     param_shardings: Any,
     counts: tuple[Any, Any] = (None, None),
-    totals: Totals = Totals(),  # noqa: B008 - it is immutable
+    recipe: Recipe = Recipe(),  # noqa: B008 - it is immutable
 ) -> Sums:
-    """Run a function on every stage and replica, and add up the results.
+    """Run `stage_sums(layers, shared, rows, *counts, recipe)` on every stage and replica, and add up the results.
 
-    The stage axis is manual because each stage runs a different microbatch and passes activations on itself. The data axis is
-    manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick, and so
-    would JAX with check_vma=True. fsdp and tensor stay automatic.
-
-    `stage_sums(layers, shared, rows, *counts, totals)` returns the sums of a stage over a replica's rows. Its `layers`, and the
-    moments of them in its `totals`, are those of the stage; `shared` are all other parameters.
+    `layers` are those of the stage, and `shared` all other parameters. The data axis is manual so that each replica adds up the
+    gradients of its own rows; the compiler would reduce them in every tick, and so would JAX with check_vma=True.
     """
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
@@ -226,10 +213,9 @@ def run_on_stages(
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
             # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
-            reduced = _reduce_all_but_gradients(sums, totals, replicas, axes.num_replicas(mesh))
+            reduced = _reduce_all_but_gradients(sums, recipe, replicas, axes.num_replicas(mesh))
             if param_shardings is None:
                 return reduced
-            # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
             layers, shared = cast_for_exchange(sums.grads, loss.reduction_dtype, mesh)
             if scatters:
                 grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
@@ -241,35 +227,33 @@ def run_on_stages(
     by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
-    totals_specs: Any = whole
-    if totals.noise is not None and totals.noise.moments is not None:
-        moments_specs = {name: by_stage if name == LAYERS else whole for name in totals.noise.moments}
-        totals_specs = replace(totals, noise=replace(totals.noise, moments=moments_specs), scale=whole)
+    recipe_specs: Any = whole
+    if recipe.noise is not None and recipe.noise.moments is not None:
+        moments_specs = {name: by_stage if name == LAYERS else whole for name in recipe.noise.moments}
+        recipe_specs = replace(recipe, noise=replace(recipe.noise, moments=moments_specs), scale=whole)
     sums: Sums = jax.shard_map(
         with_whole_operands(own_constraints()(reduced_sums), mesh, manual),
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(by_stage, whole, by_replica, whole, whole, totals_specs),
+        in_specs=(by_stage, whole, by_replica, whole, whole, recipe_specs),
         out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, mutable=None, noise=whole),
         check_vma=False,
-    )(params[LAYERS], _without_layers(params), rows, *counts, totals)
+    )(params[LAYERS], _without_layers(params), rows, *counts, recipe)
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
 
 
-def _reduce_all_but_gradients(sums: Sums, totals: Totals, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+def _reduce_all_but_gradients(sums: Sums, recipe: Recipe, replicas: tuple[str, ...], num_replicas: int) -> Sums:
     """Add up everything but the gradients over replicas and stages, in one round of collectives.
 
-    The noise is a sum over microbatches of |gradient|^2 / weight. The squares of a microbatch are spread over the stages, and
-    its weight is known on the last one, so the quotient cannot be formed before the reduction: every replica puts its
-    microbatches into rows of its own, all rows are reduced with the loss, and every device divides.
+    The squares of a microbatch are spread over the stages, and its weight is known on the last one. So every replica puts its
+    microbatches into rows of its own, and all devices divide the reduced rows.
     """
-    # `sums.noise` has squares that are not divided yet, and the weight of each microbatch in the place of `blocks`.
     sums = sums._replace(grads=None)
     if sums.noise is None:
-        return totals.aggregate(sums, (*replicas, STAGE))
+        return recipe.aggregate(sums, (*replicas, STAGE))
     row = jax.lax.axis_index(replicas) if replicas else 0
     by_replica = NoiseSums(*(jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x) for x in sums.noise))
-    reduced = totals.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
+    reduced = recipe.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
     assert reduced.noise is not None
     squares_nDK = jnp.moveaxis(reduced.noise.squares, 0, -2)
     noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel())
@@ -277,17 +261,12 @@ def _reduce_all_but_gradients(sums: Sums, totals: Totals, replicas: tuple[str, .
 
 
 class Stage:
-    """What one stage computes, traced inside of `jax.shard_map` over the stage axis. See the schedule at the top of the file.
-
-    `layers` are this stage's, stacked, in the order of `stage_layer_order`, and `shared` the other parameters. The sums of a
-    stage have the squares of every microbatch and its weight, `NoiseSums` of (geometries, *shards, K) and (K,). Without
-    `param_shardings` there is the forward alone.
-    """
+    """What one stage computes with its `layers` and the other parameters; see the schedule at the top of the file."""
 
     def __init__(
-        self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, totals: Totals, param_shardings: Any
+        self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, recipe: Recipe, param_shardings: Any
     ) -> None:
-        self.loss, self.shared, self.totals = loss, shared, totals
+        self.loss, self.shared, self.recipe = loss, shared, recipe
         self.shardings = param_shardings
         self.with_grads = param_shardings is not None
         self.batch_KR, self.keys_KR = rows
@@ -312,7 +291,7 @@ class Stage:
         if self.with_grads:
             dtype = self.loss.accumulator_dtype
             grads = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), (self.chunks, self.shared))
-        meter, noise = self.totals.noise, None
+        meter, noise = self.recipe.noise, None
         if meter is not None:
             K = self.keys_KR.shape[0]
             geometries = 1 if meter.moments is None else 2
@@ -324,8 +303,7 @@ class Stage:
         """Run microbatches start to start + m - 1 of the buffer through the pipeline and add them to the sums."""
         forward_ticks = pass_ticks(self.p, m, self.v)
 
-        # Placeholders, of the gradient too, are ones, so that ticks without a microbatch compute with ordinary numbers. Their
-        # results are dropped, but a NaN in them would stop a run with jax_debug_nans.
+        # Placeholders are ones: their results are dropped, but a NaN in them would stop a run with jax_debug_nans.
         def ones(shapes: Any) -> Any:
             return jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
 
@@ -355,7 +333,6 @@ class Stage:
                 # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very
                 # tick, so its forward is left to it, and y is the chunk's input.
                 runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
-                # If it does not run, x and slot 0 take the place of the results, for their shapes.
                 y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r, pullback), (x, take(ring[1], 0)))
                 slot = unit % self.ring_size
                 return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
@@ -363,8 +340,8 @@ class Stage:
         def backward(t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
             """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the one to send.
 
-            y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It
-            is used there only, and only with a remat policy.
+            y is the activation of this tick's forward. The last chunk uses it with a remat policy: there, it is that of this
+            unit.
             """
             with jax.named_scope("backward_tick"):
                 unit = t - self.lag - (self.p - 1 - self.s)
@@ -441,7 +418,7 @@ class Stage:
 
     def _add_squares(self, sums: NoiseSums | None, gradient: Any, k: jax.Array, r: jax.Array | None = None) -> NoiseSums | None:
         """Add the squares of a part of the gradient of microbatch k: of chunk r of the layers, or of the shared parameters."""
-        meter = self.totals.noise
+        meter = self.recipe.noise
         if meter is None or sums is None:
             return sums
         part: Callable[[Any], Any] = _without_layers if r is None else lambda tree: tree[LAYERS]
@@ -459,7 +436,7 @@ class Stage:
 
         def last(shared: Any, y: Any) -> tuple[Any, Any]:
             loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
-            return self.totals.scaled(loss), (loss, weight, aux)
+            return self.recipe.scaled(loss), (loss, weight, aux)
 
         (_, results), (shared, gradient) = jax.value_and_grad(last, argnums=(0, 1), has_aux=True)(self.shared, y)
         sums = _add_loss(sums, results, k)
@@ -492,11 +469,7 @@ class Stage:
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), compute(), otherwise)
 
     def _if_any_stage(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what the stages compute in ticks in which any of them has work, else `otherwise`.
-
-        The condition depends on t alone, so all stages take the same branch, and collectives inside it are safe. Stages that
-        skip idle work do not need it.
-        """
+        """Return what the stages compute if any has work: all take the same branch, so collectives inside are safe."""
         return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
 
 
@@ -504,16 +477,13 @@ class Stage:
 class Pullback:
     """How the pullback of a chunk is made of the inputs of the chunk and of what its forward keeps, with a remat policy.
 
-    A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer.
-    Some of them are inputs of the chunk: layers, rows and x. Those are known in the backward, so only the others are kept. A
-    leaf is an input if it is the same object. All traces of a chunk have the structure of the first one, from which this is
-    made.
+    A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs. Those that are inputs of the chunk, the same
+    objects, are known in the backward, so the ring buffer keeps only the others. All traces of a chunk have this structure.
     """
 
     def __init__(self, pullback: Any, inputs: Any) -> None:
         leaves, self._structure = jax.tree.flatten(pullback)
         known = jax.tree.leaves(inputs)
-        # For every leaf its index among the inputs, or None.
         self._places = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
 
     def kept(self, pullback: Any) -> tuple[Any, ...]:
@@ -548,10 +518,7 @@ def _without_layers(params: Params) -> dict[str, Any]:
 def check_shapes(
     loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh, *, measures_noise: bool = False
 ) -> None:
-    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled.
-
-    With `measures_noise`, refuse parameters that both the first and the last part use.
-    """
+    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
         raise PipelineShapeError(f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh")

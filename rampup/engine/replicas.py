@@ -2,7 +2,7 @@
 
 A replica is a group of devices that together have the parameters once. The data axis is not the compiler's, which would reduce
 the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it. Over fsdp and
-the other axes the compiler gathers and reduces, once per microbatch. `Totals.aggregate` reduces what is not a gradient.
+the other axes the compiler gathers and reduces, once per microbatch. `Recipe.aggregate` reduces what is not a gradient.
 
 ========  =======================================================  ========================================================
 way       when                                                     the sum over microbatches runs
@@ -29,12 +29,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
-from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
-from rampup.engine.whole import contains, traceable, with_whole_operands
+from rampup.engine.sums import Recipe, Sums, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.whole import contains, replay, traceable, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import RampupError
 
@@ -45,20 +44,12 @@ NOT_MAPPED = frozenset({"conv_general_dilated", "shard_map"})
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The replicas of a mesh, for a loss.
-
-    Attributes:
-        mesh: the mesh.
-        axes: its axes that take the rows.
-        shardings: the shardings of the gradients; None = left to the compiler, or no gradients.
-        shards: the shardings of the parameters if the loss takes the part of one device; None = it takes them whole.
-        reduction_dtype: see `rampup.engine.accumulate.AccumulatedLoss`.
-    """
+    """The replicas of a mesh, for a loss."""
 
     mesh: Mesh
-    axes: BatchAxes
-    shardings: Any = None
-    shards: Any = None
+    axes: BatchAxes  # those of the rows
+    shardings: Any = None  # of the gradients; None = left to the compiler, or no gradients
+    shards: Any = None  # the shardings of the parameters if the loss takes the part of one device; None = it takes them whole
     reduction_dtype: Any = None
 
     @property
@@ -70,11 +61,10 @@ class Replicas:
         return "mapped" if self.shards is None and len(others) > 1 else "manual"
 
     def run(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return the function of (params, batch_KR, keys_KR, number, totals) that sums up the rows of all replicas.
+        """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums up the rows of all replicas.
 
         `sum_up(reduce, total, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
-        `reduce(sums, totals)`. Except for gradients with shardings that split them, reduced sums are equal on all replicas.
-        Before, `total` adds up numbers over the replicas.
+        `reduce(sums, recipe)`. Before, `total` adds up numbers over the replicas.
         """
         plain = functools.partial(own_constraints()(sum_up), self.reduce, self.total)
         manual = self._manually(plain)
@@ -124,7 +114,7 @@ class Replicas:
         """Return the sums of numbers over all replicas, in the midst of a function that `run` runs."""
         return jax.lax.psum(numbers, self._names) if self._names else numbers
 
-    def reduce(self, sums: Sums, totals: Totals) -> Sums:
+    def reduce(self, sums: Sums, recipe: Recipe) -> Sums:
         """Return the sums over all replicas. With several, call it in a function that is manual over their axes."""
         names = self._names
         if not names:
@@ -134,7 +124,7 @@ class Replicas:
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             if is_scattered(self.shardings, self.axes):
                 grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
-                reduced = totals.aggregate(sums._replace(grads=None), names)
+                reduced = recipe.aggregate(sums._replace(grads=None), names)
             else:
                 leaves, structure = jax.tree.flatten(grads)
                 left = axes_left(self.shardings, names) or [names] * len(leaves)
@@ -143,7 +133,7 @@ class Replicas:
                     members = [index for index, own in enumerate(left) if own == over]
                     parts = [leaves[index] for index in members]
                     if over == names:
-                        reduced = totals.aggregate(sums._replace(grads=parts), names)
+                        reduced = recipe.aggregate(sums._replace(grads=parts), names)
                         parts = reduced.grads
                     else:
                         parts = jax.lax.psum(parts, over)
@@ -155,11 +145,7 @@ class Replicas:
             return reduced._replace(grads=constrain_leaves(grads, self.shardings))
 
     def _manually(self, run: Callable[..., Sums], in_specs: Any = None) -> Callable[..., Sums]:
-        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all axes of the rows.
-
-        The other axes stay automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which
-        the compiler does well.
-        """
+        """Return `run` in a `jax.shard_map` over the replicas, and with shards over all axes of the rows."""
         mesh = self.mesh
         axes = self.axes
         takes_shards = self.shards is not None
@@ -171,8 +157,8 @@ class Replicas:
             in_specs = manual_specs(self.shards, mesh, manual) if takes_shards else whole, rows, rows, whole, whole
         is_split = takes_shards or is_scattered(self.shardings, axes)
         grad_specs = manual_specs(self.shardings, mesh, manual) if is_split else whole
-        # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the
-        # parameters, which do not vary, would then be reduced where it is computed: inside the loop.
+        # With check_vma=True, the gradient with respect to the parameters, which do not vary over the data axis, would be
+        # reduced where it is computed: inside the loop.
         return jax.shard_map(
             run,
             mesh=auto_view(mesh),
@@ -183,11 +169,7 @@ class Replicas:
         )
 
     def _mapped(self, sum_up: Callable[..., Sums], otherwise: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `sum_up` mapped over the replicas, if it can be, and `otherwise` if not.
-
-        The sums of the replicas are arrays (*replicas, ...), sharded over the replicas: memory and collectives are those of
-        `manual`.
-        """
+        """Return `sum_up` mapped over the replicas, with sums (*replicas, ...), or `otherwise` if it cannot be."""
         mesh, replica = self.mesh, self.axes.replica
         sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_up), lambda sums, _: sums, self.total)
         for name in reversed(replica):
@@ -200,32 +182,26 @@ class Replicas:
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(replica))
             return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *replica, *others)))
 
-        def reduce_own(sums: Sums, totals: Totals) -> Sums:
-            return self.reduce(jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), totals)
+        def reduce_own(sums: Sums, recipe: Recipe) -> Sums:
+            return self.reduce(jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), recipe)
 
-        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, totals: Totals) -> Sums:
-            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, totals)
-            # Not every operation can be mapped: `jax.lax.ragged_dot` cannot, for one, nor a `jax.shard_map` without a mesh.
+        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
+            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, recipe)
             try:
                 closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
             except RampupError:
                 raise
             except (NotImplementedError, NameError, ValueError):
-                return otherwise(params, batch_KR, keys_KR, number, totals)
+                return otherwise(params, batch_KR, keys_KR, number, recipe)
             if contains(closed, NOT_MAPPED):
-                return otherwise(params, batch_KR, keys_KR, number, totals)
-            leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(mapped))
-            sums = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-            return self._manually(reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec()))(sums, totals)
+                return otherwise(params, batch_KR, keys_KR, number, recipe)
+            sums = replay(closed, shapes, mapped)
+            return self._manually(reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec()))(sums, recipe)
 
         return run
 
 
 def axes_left(shardings: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return, for each gradient, the axes over which it still has to be summed: those that its sharding does not name.
-
-    A gradient that is sharded along an axis is already the sum over it: a loss that takes shards leaves that with its own
-    reduce-scatters, which are the derivatives of its gathers.
-    """
+    """Return, for each gradient, the axes over which the loss has not summed it: those that its sharding does not name."""
     all_used = map(axes_of, jax.tree.leaves(shardings))
     return [tuple(name for name in names if name not in used) for used in all_used]

@@ -1,4 +1,4 @@
-"""The training state: what a step changes, and how it gets onto a mesh in arrays that a step may donate."""
+"""The training state: what a step changes, how it gets onto a mesh in arrays that may be donated, and on what no step runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
 
@@ -15,21 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.engine.contract import SummableLoss
-from rampup.engine.explicit import on_mesh
+from rampup.engine.explicit import as_auto, on_mesh
 from rampup.engine.mesh import BatchAxes, auto_context, is_explicit, shardings_like
 from rampup.engine.processes import wait_for_all
-from rampup.engine.zero import scattered_shardings
+from rampup.engine.sums import differing_leaves
+from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
-# The fields for what a loss function carries from microbatch to microbatch. A state uses one of them; Flax's examples call
-# theirs `batch_stats`.
+# The fields for what a loss function carries from microbatch to microbatch; a state uses one. Flax's examples have the second.
 CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
-# Arrays that the repr of a tree names.
 _NAMED = 4
 # Optimizers of Optax that need more than the gradient of a step: their functions, what to call them, and the reason.
 _SEARCHES = "it evaluates the loss at several points of a step, whose microbatches are not kept"
@@ -45,17 +45,15 @@ class TrainState(struct.PyTreeNode):
     """The values that training changes. Flax's own `TrainState` works as well, and so does any dataclass with these fields.
 
     A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass can update fields of its own there, such
-    as a moving average; all other fields keep their values. If a state has a field `tx`, it must be the `tx` of the
-    `TrainStep`. A field `batch_stats` is carried like `mutable`, and a Flax `DynamicScale` in `dynamic_scale` scales the loss.
+    as a moving average. A field `tx` must be the `tx` of the `TrainStep`. A field `batch_stats` is carried like `mutable`, and
+    a Flax `DynamicScale` in `dynamic_scale` scales the loss. All other fields keep their values.
 
     Attributes:
-        step: optimizer steps done, int32.
-        params: the parameters. Integer arrays among them are not trained.
-        opt_state: the optimizer's state.
-        mutable: state that the loss function carries from microbatch to microbatch, such as batch statistics, or None.
-        frozen: arrays that the loss function reads as its keyword argument `frozen` and that training leaves as they are, such
-            as the base model of a LoRA fine-tune, or None. They take no memory for gradients, and a step does not donate them:
-            they may be the parameters of another state, as in a GAN.
+        step: optimizer steps done, int32. params: the parameters. Integer arrays among them are not trained. opt_state: the
+        optimizer's state. mutable: state that the loss function carries from microbatch to microbatch, such as batch
+        statistics, or None. frozen: arrays that the loss function reads as its keyword argument `frozen`, such as the base
+        model of a LoRA fine-tune,
+            or None. They have no gradients, and a step does not donate them: they may be the parameters of another state.
     """
 
     step: Any
@@ -65,7 +63,6 @@ class TrainState(struct.PyTreeNode):
     frozen: Any = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A dataclass gets a repr of its own otherwise.
         super().__init_subclass__(**{"repr": False} | options)
 
     def __repr__(self) -> str:
@@ -79,12 +76,7 @@ def describe_fields(state: Any) -> str:
 
 
 def describe_tree(tree: Any) -> str:
-    """Return how many arrays and numbers a tree has, and the shapes of the first arrays; of a number, its value.
-
-    Example:
-        >>> describe_tree({"w": np.ones((2, 8), np.float32), "v": np.ones(8, np.float32)}), describe_tree(np.int32(3))
-        ('<2 arrays, 24 numbers: v float32[8], w float32[2,8]>', '3')
-    """
+    """Return how many arrays and numbers a tree has, and the shapes of the first arrays; of a number, its value."""
     leaves = jax.tree.leaves_with_path(tree)
     if not leaves:
         return "None" if tree is None else "<no arrays>"
@@ -132,7 +124,6 @@ def create_state(
     params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)
     with auto_context(mesh):
         if shard_optimizer_over_data:
-            # Scattered over the replicas from the start: no device ever has the whole state.
             axes = BatchAxes.of(mesh, batch_axes)
             opt_state = tx.init(jax.device_put(params, scattered_shardings(params, mesh, axes)))
             # New arrays such as counters are on one device. They come onto the mesh before they can be scattered.
@@ -170,7 +161,7 @@ def prepare_state(
 
 
 def replace_fields(state: Any, **changes: Any) -> Any:
-    """Return a copy of a state with some fields changed: of a dataclass, a named tuple, or a class with a method `replace`."""
+    """Return a copy with some fields changed of a dataclass, a named tuple, or a class with a method `replace`."""
     if dataclasses.is_dataclass(state):
         return dataclasses.replace(state, **changes)  # type: ignore[type-var]
     return (state.replace if hasattr(state, "replace") else state._replace)(**changes)
@@ -178,19 +169,13 @@ def replace_fields(state: Any, **changes: Any) -> Any:
 
 def carried(state: Any) -> Any:
     """Return the value that the loss function carries from microbatch to microbatch, or None."""
-    name = _carried_field(state)
-    return name and getattr(state, name)
+    return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
 
 
 def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
     """Return a state with a new value in the field that the loss function carries, if it has one, and with other changes."""
-    name = _carried_field(state)
-    return replace_fields(state, **changes, **({name: value} if name else {}))
-
-
-def _carried_field(state: Any) -> str | None:
-    """Return the field that the loss function carries, or None."""
-    return next((name for name in CARRIED_FIELDS if getattr(state, name, None) is not None), None)
+    own = {name: value for name in CARRIED_FIELDS if getattr(state, name, None) is not None}
+    return replace_fields(state, **changes, **own)
 
 
 def split_frozen(state: Any) -> tuple[Any, Any]:
@@ -205,7 +190,7 @@ def join_frozen(state: Any, frozen: Any) -> Any:
 
 
 def shardings_of(state: Any) -> Any:
-    """Return the shardings of a state's leaves. Leaves that are no JAX arrays are refused."""
+    """Return the shardings of a state's leaves, or refuse leaves that are no JAX arrays."""
     for path, leaf in jax.tree.leaves_with_path(state):
         if not hasattr(leaf, "sharding"):
             name = jax.tree_util.keystr(path)
@@ -300,7 +285,7 @@ def _put(tree: Any, shardings: Any, **options: Any) -> Any:
     def is_key(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
-    # A key travels as its numbers. They have one more dimension, at the end, so its sharding fits them.
+    # A key travels as its numbers, whose further dimension is the last, so its sharding fits them.
     put = jax.device_put(jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree), shardings, **options)
 
     def wrap(leaf: Any, own: Any) -> Any:
@@ -315,10 +300,10 @@ def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
 
 
 def _without_aliases(state: Any, given: Any) -> Any:
-    """Return a state in which every leaf has buffers of its own, as donation requires; leaves that share one are copied.
+    """Return a state in which every leaf has buffers of its own, as donation requires.
 
-    A leaf may share its buffers with the caller's arrays `given`, as JAX keeps the shards that are already where they belong,
-    or with another leaf, as the state of an optimizer may contain the parameters.
+    A leaf may share its buffers with the caller's arrays `given`, as JAX keeps shards that are where they belong, or with
+    another leaf, as an optimizer's state may contain the parameters.
     """
 
     def buffers(leaf: jax.Array) -> set[int]:
@@ -333,10 +318,113 @@ def _without_aliases(state: Any, given: Any) -> Any:
         # Several processes must decide alike, and none sees the buffers of the others: they always copy.
         if not leaf.is_fully_addressable:
             return jnp.copy(leaf)
-        # An empty array has no buffer to compare.
         if not leaf.size or not used.isdisjoint(buffers(leaf)):
             leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
         used.update(buffers(leaf))
         return leaf
 
     return jax.tree.map(copy_if_shared, state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewState:
+    """A state that a training step did not return, and what decides whether the step can run on it."""
+
+    state: Any
+    tx: Any
+    mesh: Mesh
+    axes: BatchAxes  # those of the rows; `replica` are those of several devices
+    is_first: bool  # the step has no programs yet; later states must have the types and shapes that it compiled for
+    is_fused: bool  # the engine
+    donate: bool
+    scatters: bool  # the replicas split the optimizer's state (ZeRO-1)
+
+    def check(self) -> int:
+        """Refuse a state that the step cannot run on, or return its step number. That waits for the devices, once."""
+        check_state(self.state)
+        for problem, key, message in _STATE_PROBLEMS:
+            if found := problem(self):
+                nearest = ("fused",) if key == "gradient_accumulation" else ()
+                raise ConfigError(message.format(found, new=self, state=self.state), key=key, nearest=nearest)
+        return int(self.state.step)
+
+    def other_optimizer(self) -> str | None:
+        """Return how `opt_state` differs from that of the step's optimizer, which may run on it without an error, or None."""
+        if not self.is_first:
+            return None
+        try:
+            with auto_context(self.mesh):
+                expected = jax.eval_shape(self.tx.init, as_auto(self.state.params))
+        except Exception:  # noqa: BLE001 - an `init` that looks at values cannot tell the shapes
+            return None
+        found = self.state.opt_state
+        for name, want, have in differing_leaves(expected, found, np.shape):
+            wanted, got = ("is absent" if shape is None else f"has the shape {list(shape)}" for shape in (want, have))
+            return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
+        parts = [jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple)) for tree in (expected, found)]
+        same = parts[0] == parts[1]
+        return None if same else "its parts are others, such as those of a chain with more or fewer transformations"
+
+    def on_one_device(self) -> str | None:
+        """Return the name of an array that is not on the mesh."""
+        shardings = jax.tree.leaves_with_path(shardings_of(self.state)) if self.mesh.size > 1 else ()
+        outside = (path for path, sharding in shardings if isinstance(sharding, SingleDeviceSharding))
+        return next(map(jax.tree_util.keystr, outside), None)
+
+    def same_arrays(self) -> str | None:
+        """Return the names of two leaves that are one array, which a step cannot donate to what each becomes."""
+        names: dict[int, str] = {}
+        for path, leaf in jax.tree.leaves_with_path(self.state) if self.donate else ():
+            name = f"state{jax.tree_util.keystr(path)}"
+            if (other := names.setdefault(id(leaf), name)) is not name:
+                return f"{other} and {name}"
+        return None
+
+    def scattered_parameters(self) -> str | None:
+        """Return the replicas over which parameters are sharded."""
+        return " and ".join(self.axes.replica) if is_scattered(shardings_of(self.state.params), self.axes) else None
+
+    def scattered_otherwise(self) -> bool:
+        """Return whether the optimizer's state is not scattered as the step has it."""
+        found = shardings_of(self.state.opt_state)
+        if not self.scatters:
+            return is_scattered(found, self.axes)
+        return jax.tree.leaves(found) != jax.tree.leaves(scattered_shardings(self.state.opt_state, self.mesh, self.axes))
+
+
+_OWN_TX = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
+_AT = "the state is at step {state.step}, but its optimizer at microbatch {state.opt_state.mini_step} of step "
+_AT += "{state.opt_state.gradient_step}"
+# What a step cannot run on, in an order in which each may rely on those before it: the problem, which is what was found or
+# false; the key; and the message, with {} for what was found.
+# fmt: off
+_STATE_PROBLEMS: tuple[tuple[Callable[[NewState], Any], str | None, str], ...] = (
+    (lambda new: isinstance(new.state.step, jax.core.Tracer), None,
+     "a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate"),
+    (lambda new: isinstance(new.state.step, jax.Array) and new.state.step.is_deleted(), "state",
+     "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"),
+    (lambda new: getattr(new.state, "tx", new.tx) != new.tx, "tx",
+     "the state has another tx than the step; give the same optimizer to both, with engine='multi_steps' the `tx` of the "
+     "step"),
+    (lambda new: isinstance(new.state.opt_state, optax.MultiStepsState) is new.is_fused and a_type(new.state.opt_state), "tx",
+     f"`opt_state` is {{}}, which is not what the engine of the step needs; {_OWN_TX}"),
+    (NewState.other_optimizer, "tx", f"`opt_state` is not that of the step's optimizer: {{}}; {_OWN_TX}"),
+    (NewState.on_one_device, "state",
+     "state{} is on one device, and not on the mesh; place the state with rampup.prepare_state(state, mesh)"),
+    (NewState.same_arrays, "state",
+     "{} are one array, and a step donates each to what it becomes; copy one with jax.tree.map(jnp.copy, ...)"),
+    (NewState.scattered_parameters, "shard_optimizer_over_data",
+     "the parameters are sharded over {}, but every replica needs them whole; shard them over another axis such as fsdp, or "
+     "only the optimizer's state, with shard_optimizer_over_data=True; or give train_step batch_axes=BatchAxes(replica=(), "
+     "rows={new.axes.rows}): the compiler gathers them where it must"),
+    (NewState.scattered_otherwise, "shard_optimizer_over_data",
+     "the step has shard_optimizer_over_data={new.scatters}, but the optimizer's state is sharded in another way; give the "
+     "same value to train_step and to create_state, prepare_state or split_model"),
+    (lambda new: not new.is_fused and getattr(new.state, "dynamic_scale", None) is not None, "gradient_accumulation",
+     "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step; use the engine fused"),
+    (lambda new: not new.is_fused and int(new.state.opt_state.mini_step) != 0, "state",
+     f"{_AT}; go on with the state of a whole step"),
+    (lambda new: not new.is_fused and int(new.state.opt_state.gradient_step) != int(new.state.step), "state",
+     f"{_AT}; `step` and `opt_state.gradient_step` must be equal"),
+)
+# fmt: on

@@ -1,12 +1,9 @@
 """The training step: one call per optimizer step, one executable per microbatch shape.
 
-The story of one step, top to bottom:
-
-1. `TrainStep.__call__` checks that state and batch belong together, and pads the chunks of the batch to the number that its
-   program takes.
-2. A program is compiled once for each microbatch shape of the plan, if possible in the background before its phase begins. The
-   *number* of microbatches is an argument, so a growing batch needs no compilation.
-3. What the program computes is in `rampup.engine.update`. The call returns while the devices still work.
+`TrainStep.__call__` checks that state and batch belong together, and pads the chunks of the batch to the number that its
+program takes. A program is compiled once for each microbatch shape of the plan, if possible in the background before its phase
+begins. The *number* of microbatches is an argument, so a growing batch needs no compilation. What it computes is in
+`rampup.engine.update`. The call returns while the devices still work.
 """
 
 from __future__ import annotations
@@ -26,14 +23,13 @@ from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
 from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of, put_batch, row_size, stop_step
 from rampup.engine.check_loss import warn_of_loss
-from rampup.engine.check_state import NewState
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
 from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh, with_either_axes
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
+from rampup.engine.state import NewState, carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.learning_rate import ClockSegment
@@ -42,7 +38,6 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
 ENGINES = ("fused", "multi_steps")
-# How many phases ahead of the current one programs are compiled in the background.
 PHASES_AHEAD = 2
 
 
@@ -69,17 +64,15 @@ def train_step(
     of the weights, so that every token counts the same wherever it is.
 
     Args:
-        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
-            first axis of `batch`. `keys` is one random key per row, from seed, step and the row's place. Gradients do not flow
-            through the weight. However the batch is split, a backward rule that clips or rounds sees a cotangent of 1 for
-            loss_sum, and so the gradient of a sum and not of a mean. If the state has `mutable` or
-            `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up several means, such as
-            one per token and one per row, returns a tuple of sums and one of weights: each sum is divided by its own weight
-            over the whole step. That takes a pass over the weights before the first gradient, and the engine `fused`; the
-            cotangents are then the largest weight divided by each, which matters only to a backward rule as above. With
-            pipeline stages, a `PipelinedLoss`.
+        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows, which are the first axis of
+            `batch`. `keys` is one random key per row, from seed, step and the row's place. Gradients do not flow through the
+            weight. A backward rule that clips or rounds sees a cotangent of 1 for loss_sum, however the batch is split. If the
+            state has `mutable` or `batch_stats`, it is a fourth argument and its new value a fourth result. A loss that adds up
+            several means, such as one per token and one per row, returns a tuple of sums and one of weights: each sum is
+            divided by its own weight over the whole step. That takes a pass over the weights before the first gradient, and the
+            engine `fused`; the cotangents are then the largest weight divided by each. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
-        plan: the plan.
+        plan: which batch every step has.
         mesh: the devices.
         engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
         seed: seed of the random keys.
@@ -97,24 +90,21 @@ def train_step(
 
             A `dynamic_scale` in the state has the effect of True. With `multi_steps`, `mutable` keeps the changes that the
             finite microbatches of a skipped step made.
-        donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
+        donate: reuse the memory of the state that is given to a step, which cannot be used again.
         batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
-        shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
-            reduce-scatter of the gradients and one all-gather of the parameters per step; see `rampup.engine.zero`. Give it to
+        shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1). Give it to
             `create_state` too.
-        wait_for_compilation: start every phase in its planned microbatch shape, and wait for its program if necessary. False:
-            run in the shape of an earlier phase until it is compiled. When that is depends on time, so two runs of a plan with
-            several shapes are not equal bit for bit. None: True if there are several processes.
-        measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, from which
-            `rampup.NoiseScale` estimates the gradient noise scale. Needs the engine `fused` and at least two blocks in every
-            step, where a block is one microbatch on one replica.
+        wait_for_compilation: start every phase in its planned microbatch shape. False: run in the shape of an earlier phase
+            until the program is compiled, so two runs are not equal bit for bit. None: True if there are several processes.
+        measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, for
+            `rampup.NoiseScale`. Needs the engine `fused` and at least two blocks in every step, where a block is one microbatch
+            on one replica.
         whole_batch: the loss sees all rows of a step, for one in which rows interact: a contrastive loss, normalization over
-            the batch, a quotient of sums. The plan's batches are split again, into one microbatch each, so take them from the
-            step. Each batch size has a program of its own, which the step waits for, and needs the memory of its whole batch.
-            The compiler partitions the rows, and reduces the gradients. Also True if the plan has whole batches.
+            the batch, a quotient of sums. Take the batches from the step: they are one microbatch each. Each batch size has a
+            program of its own, and needs the memory of its whole batch. Also True if the plan has whole batches.
         check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a sum over rows, as `rampup.check_loss`
-            finds it on four rows of the batch. Of one in which rows interact only if a batch may be split. For models with at
-            most 20 million parameters, in a single process, and not with `whole_batch`.
+            finds it on four rows of the batch; of rows that interact only if a batch may be split. For models with at most 20
+            million parameters, in a single process, and not with `whole_batch`.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -139,16 +129,14 @@ def train_step(
         fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
         raise ConfigError(f"{problem}; {fix}", key="tx")
     whole_batch |= plan.splitter.whole_batch
+    equally = "with multi_steps, all microbatches count equally whatever they weigh"
     reasons = {
-        "shard_optimizer_over_data": (shard_optimizer_over_data, "multi_steps runs the optimizer at every microbatch"),
-        "measure_gradient_noise": (
-            measure_gradient_noise,
-            "with multi_steps, all microbatches count equally whatever they weigh",
-        ),
-        "whole_batch": (whole_batch, "a batch of one microbatch has nothing to accumulate"),
+        "shard_optimizer_over_data": shard_optimizer_over_data and "multi_steps runs the optimizer at every microbatch",
+        "measure_gradient_noise": measure_gradient_noise and equally,
+        "whole_batch": whole_batch and "a batch of one microbatch has nothing to accumulate",
     }
-    for key, (is_on, reason) in reasons.items():
-        if is_on and engine == "multi_steps":
+    for key, reason in reasons.items():
+        if reason and engine == "multi_steps":
             raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reason}", key=key, nearest=(False,))
     check_step_number(plan.total_steps)
     check_plan_fits(plan, mesh, batch_axes)
@@ -176,19 +164,14 @@ def train_step(
     optimizer = tx if engine == "fused" else multi_steps(tx, plan)
     scatter_axes = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
     update = Update(loss, optimizer, mesh, batch_axes, run_key, skip_nonfinite, scatter_axes, measure_gradient_noise)
-    options: dict[str, Any] = {
-        "donate": donate,
-        "wait_for_compilation": wait_for_compilation,
-        "check_loss": check_loss and not whole_batch,
-    }
-    return TrainStep(update, plan, given, engine, **options)
+    options = {"donate": donate, "check_loss": check_loss and not whole_batch}
+    return TrainStep(update, plan, given, wait_for_compilation=wait_for_compilation, **options)
 
 
 class TrainStep:
     """A compiled training step that follows a plan, made by `train_step`.
 
-    State and rows have the same structure, types, shapes and shardings in all steps. With the engine `fused`, the programs of
-    later phases are compiled in the background while earlier phases run.
+    State and rows have the same structure, types, shapes and shardings in all steps.
 
     Attributes:
         tx: the optimizer as it runs; with the engine `multi_steps` wrapped in `optax.MultiSteps`.
@@ -196,15 +179,7 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        update: Update,
-        plan: RampPlan,
-        mesh: Mesh,
-        engine: str,
-        *,
-        donate: bool,
-        wait_for_compilation: bool | None,
-        check_loss: bool,
+        self, update: Update, plan: RampPlan, mesh: Mesh, *, donate: bool, wait_for_compilation: bool | None, check_loss: bool
     ) -> None:
         several = jax.process_count() > 1
         if several and wait_for_compilation is False:
@@ -216,32 +191,25 @@ class TrainStep:
         self._plan = plan
         self._mesh = mesh
         self._batch_axes = update.batch_axes
-        self._is_fused = engine == "fused"
+        self._is_fused = not isinstance(update.tx, optax.MultiSteps)
         self._donate = donate
         self._checks_loss = check_loss
         self._chunk_size = None if self._is_fused else 1
-        # The layouts of the batches so far. What a plan's layouts are depends on the size of a row.
         self._layouts: set[BufferLayout] = set()
         self._wait_for_compilation = several if wait_for_compilation is None else wait_for_compilation
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
-        # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
+        # The `step` of the state that the last call returned, and its number, known without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        # The first step of every microbatch size, noted when it is decided, which may be before that step.
-        self._shape_changes: dict[int, int] = {}
-        # The index of the phase in which the programs of the next phases were requested.
-        self._requested_in: int | None = None
-        # The chunk of zeros of each layout, on the devices.
+        self._shape_changes: dict[int, int] = {}  # the first step of every microbatch size
+        self._requested_in: int | None = None  # the phase in which the programs of the next phases were requested
         self._padding: dict[BufferLayout, Any] = {}
-        # A number of microbatches or passes, on the devices: it would be copied to each in every step.
-        self._on_devices = functools.cache(
-            lambda number: jax.make_array_from_callback((), replicated(mesh), lambda _: np.int32(number))
-        )
-        # The same for the numbers of a segment, for an optimizer that takes them.
-        self._segment_on_devices = functools.cache(
-            lambda segment: jax.tree.map(
-                lambda x: jax.make_array_from_callback((), replicated(mesh), lambda _: x), self.segment_of(segment)
-            )
-        )
+
+        # A number of microbatches or passes, or the numbers of a segment, on the devices: each would be copied in every step.
+        def put(number: np.number) -> jax.Array:
+            return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
+
+        self._on_devices = functools.cache(lambda number: put(np.int32(number)))
+        self._segment_on_devices = functools.cache(lambda segment: jax.tree.map(put, self.segment_of(segment)))
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -263,16 +231,15 @@ class TrainStep:
         """Run one optimizer step.
 
         Args:
-            state: the training state, placed by `create_state` or `prepare_state`. It is donated, unless `donate=False`: its
-                memory is reused, and only the returned state can be used afterwards. `frozen` is not donated.
+            state: the training state, placed by `create_state` or `prepare_state`. Unless `donate=False`, its memory is reused,
+                except for `frozen`: only the returned state can be used afterwards.
             batch: from `batches`, `stream` or `batch`, or from `step_batches` of the same plan; with the engine `multi_steps`
                 made with `chunk_size=1`.
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); of a loss
-            of several parts `loss_parts`, the mean of each, whose sum is `loss`; with the engine `fused` `grad_norm`; with
-            `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with `measure_gradient_noise` `gradient_noise`, see
-            `rampup.engine.gradient_noise.NoiseMeter.metrics`.
+            of several parts `loss_parts`, the mean of each; with the engine `fused` `grad_norm`; with `skip_nonfinite` or a
+            `dynamic_scale` in the state `skipped`; with `measure_gradient_noise` `gradient_noise`.
 
         Raises:
             ConfigError: the state does not fit the step.
@@ -292,13 +259,12 @@ class TrainStep:
             args = self._padded(batch), counts, segment and self._segment_on_devices(segment)
             lower = functools.partial(self._lower_program, Update.fused, state, *args)
             program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
-            # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
+            # Before the call, which does not return at once everywhere.
             self._compile_next_phases(batch, state)
             state, metrics = self._run(program, Update.fused, state, *args)
         else:
             if self._zero_metrics is None:
                 self._zero_metrics = self._update.zero_metrics(*as_auto((state, batch.chunks[0])))
-            # Used again in every step: a program donates the state alone.
             metrics = self._zero_metrics
             for index, chunk in enumerate(batch.chunks):
                 part = metrics, chunk, np.int32(index * batch.layout.rows)
@@ -308,54 +274,22 @@ class TrainStep:
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
-    def batches(
-        self,
-        source: Any,
-        start: Any = 0,
-        stop: int | None = None,
-        *,
-        seed: int | None = None,
-        num_epochs: int | None = None,
-        batched: bool | None = None,
-        num_threads: int = 2,
-        read_ahead: int = 4,
-    ) -> Iterator[Batch]:
-        """Yield the batch of every optimizer step from rows with random access, in the chunks and shapes of this step.
+    def batches(self, source: Any, start: Any = 0, stop: int | None = None, **options: Any) -> Iterator[Batch]:
+        """Yield the batch of every step from `start`, such as `state.step`, in the chunks and shapes of this training step.
 
-        Args:
-            source: see `step_batches`.
-            start: the first step, such as `state.step`.
-            stop: the step to stop before; None = the end of the plan.
-            seed, num_epochs, batched, num_threads, read_ahead: see `step_batches`.
+        The options are those of `step_batches`: `seed`, `num_epochs`, `batched`, `num_threads` and `read_ahead`.
         """
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
 
-        return step_batches(
-            source,
-            self._plan,
-            self._mesh,
-            start=int(start),
-            stop=stop,
-            seed=seed,
-            num_epochs=num_epochs,
-            batched=batched,
-            num_threads=num_threads,
-            read_ahead=read_ahead,
-            **self._batch_options,
-        )
+        return step_batches(source, self._plan, self._mesh, start=int(start), stop=stop, **options, **self._batch_options)
 
     def stream(
         self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool | None = None
     ) -> Iterator[Batch]:
-        """Yield the batch of every optimizer step from rows that come one after the other; see `stream_batches`.
+        """Yield the batch of every optimizer step from rows that come one after the other, as `stream_batches` does.
 
-        Args:
-            source: yields rows, or batches of rows: a `grain.IterDataset` or `DataLoader`, a generator.
-            start: the first step, such as `state.step`. The source must start at the rows of that step.
-            stop: the step to stop before; None = the end of the plan, or of the source.
-            batched: whether the source yields batches, arrays (rows, ...) of any number of rows; None: rows, with a warning if
-                they look like batches.
+        The source must start at the rows of step `start`, such as `state.step`.
         """
         from rampup.data.batches import stream_batches
 
@@ -368,7 +302,7 @@ class TrainStep:
 
         Args:
             rows: a pytree of arrays (rows, ...); with several processes, the rows of this one.
-            step: the optimizer step, such as `state.step`; None = the one after the last call, or 0 before the first call.
+            step: the optimizer step, such as `state.step`; None = the one after the last call, or 0.
 
         Raises:
             DataError: not as many rows as the plan has at this step.
@@ -391,11 +325,7 @@ class TrainStep:
 
     @property
     def shape_changes(self) -> dict[int, int]:
-        """The first step of every microbatch size that `split_for` has decided on: {microbatch_size: step}.
-
-        Empty if there is nothing to decide: with `wait_for_compilation`, with the engine `multi_steps`, and for a plan with one
-        microbatch shape.
-        """
+        """The first step of every microbatch size that `split_for` has decided on, which may be before that step."""
         return dict(self._shape_changes)
 
     def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
@@ -406,14 +336,13 @@ class TrainStep:
         """Return how to split the batch of a position now. Use it as `step_batches(..., split_for=step.split_for)`.
 
         That is the planned split, or while its program is being compiled, a split of the same batch into the microbatches of an
-        earlier phase. With `wait_for_compilation`, it is always the planned split.
+        earlier phase. With `wait_for_compilation`, the engine `multi_steps`, or one microbatch shape, it is the planned split.
 
         The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
-        Several processes would decide at different steps, even if they exchanged messages: each dispatches steps ahead of the
-        devices, by a number of steps that nothing bounds. Therefore they wait.
+        Several processes would decide at different steps, as each dispatches steps ahead of the devices. Therefore they wait.
 
-        At a step, a microbatch size is `new`, `later` if a later step changes to it, in the earlier part of a run that is
-        replayed, or `used`. A fallback is a size in use: another one would have to be compiled as well.
+        At a step, a microbatch size is `new`, `used`, or, in a run that is replayed, `later` if a later step changes to it. A
+        fallback is a size in use: another one would have to be compiled as well.
 
         ============  ==========  =============  =============================================
         planned size  a fallback  program ready  split
@@ -436,7 +365,6 @@ class TrainStep:
         now = use_of(planned)
         if now == "used":
             return planned
-        # Nearest phase first.
         fallback = next((split for split in self._plan.fallbacks(position.phase.index) if use_of(split) == "used"), None)
         if fallback is not None and (now == "later" or not self._compiler.is_ready(_rows(planned))):
             return fallback
@@ -449,15 +377,11 @@ class TrainStep:
         return self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
-        """Return the program of the engine `fused` for one split, a `jax.stages.Lowered`. It needs no data.
+        """Return the program of the engine `fused` for a split of the plan, a `jax.stages.Lowered`.
 
-        Args:
-            state: the training state, or its shapes and shardings as `jax.ShapeDtypeStruct`.
-            row: one row of the data, or its shapes.
-            split: a split of the plan.
+        `state` is the training state, or its shapes and shardings as `jax.ShapeDtypeStruct`, and `row` a row, or its shapes.
         """
         layout = layout_of(self._plan, split, row_size(row))
-        # As `put_batch` shards them, so that the program takes the batches of a run.
         array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
         chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
         chunks = (chunk,) * layout.num_chunks
@@ -468,11 +392,8 @@ class TrainStep:
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, as jaxprs, which no device or split changes.
 
-        A loss of a class of its own is left out, and so is a loss function that takes no two rows without a mesh.
-
-        Args:
-            state: the training state, or its shapes.
-            row: one row of the data, or its shapes.
+        A loss of a class of its own is left out, and so is a loss function that takes no two rows without a mesh. The arguments
+        may be shapes.
         """
 
         def loss(state: Any, rows: Any, keys: Any) -> Any:
@@ -485,17 +406,12 @@ class TrainStep:
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            run: Any = self._update.run_optimizer
-            loss_shape = jax.ShapeDtypeStruct((), np.float32)
-            segment = self.segment_of(self._plan.clock[0])
-            traces: dict[str, Callable[[], Any]] = {
-                "optimizer": lambda: jax.make_jaxpr(run)(shapes, shapes.params, loss_shape, segment),
-                "loss": lambda: jax.make_jaxpr(loss)(shapes, rows, keys),
-            }
-            for name, trace in traces.items():
+            optimizer_args = shapes, shapes.params, jax.ShapeDtypeStruct((), np.float32), self.segment_of(self._plan.clock[0])
+            traces = {"optimizer": (self._update.run_optimizer, optimizer_args), "loss": (loss, (shapes, rows, keys))}
+            for name, (function, args) in traces.items():
                 # Whatever a function of the user's raises, the step itself has another place to say it.
                 with contextlib.suppress(Exception):
-                    found[name] = trace()
+                    found[name] = jax.make_jaxpr(function)(*args)
         return found
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
@@ -526,16 +442,8 @@ class TrainStep:
             axes = self._update.scatter_axes or BatchAxes.of(self._mesh, self._batch_axes)
             # An axis of one device shards nothing, even if a sharding names it.
             axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-            done = NewState(
-                state=state,
-                tx=self.tx,
-                mesh=self._mesh,
-                axes=axes,
-                is_first=known is None,
-                is_fused=self._is_fused,
-                donate=self._donate,
-                scatters=self._update.scatter_axes is not None,
-            ).check()
+            facts = {"is_first": known is None, "is_fused": self._is_fused, "scatters": self._update.scatter_axes is not None}
+            done = NewState(state=state, tx=self.tx, mesh=self._mesh, axes=axes, donate=self._donate, **facts).check()
         if batch.position.step != done:
             fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
             raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
@@ -554,8 +462,9 @@ class TrainStep:
                 raise DataError("with whole_batch=True, a step takes its own batches: step.batches(...), stream or batch")
             if not self._is_fused and batch.layout.chunk_size != 1:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
-                problem = f"{problem}; give chunk_size=1 to step_batches"
-                raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
+                raise ConfigError(
+                    f"{problem}; give chunk_size=1 to step_batches", key="gradient_accumulation", nearest=("fused",)
+                )
             planned = ", ".join(map(str, layouts))
             fix = "make it with the same plan, and without chunk_size"
             raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
@@ -574,8 +483,8 @@ class TrainStep:
 
     def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Lower a program that maps a state, its `frozen` and further arguments to the next state and the metrics."""
-        # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
-        # all of it is replaced. `frozen` is not, nor is the batch: no result has its shape, and the padding is used again.
+        # The next state has the shardings of the given one, so that the program accepts its own result. Only the state is
+        # donated: no result has the shape of the batch, and the padding is used again.
         shardings = shardings_of(state)
         donated = 0 if self._donate else ()
         results = (split_frozen(shardings)[0], replicated(self._mesh))
@@ -606,17 +515,12 @@ class TrainStep:
         # This phase too: it may run in the shape of an earlier one.
         phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
-        # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         for split in splits:
             self._compiler.compile_async(_rows(split), functools.partial(self.lower, shapes, batch.row, split))
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
-        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated.
-
-        The zeros are on the devices already, so a step in an early phase transfers its own rows and not those of the largest
-        batch. The program does not compute with them: its loop ends before.
-        """
+        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros that stays on the devices."""
 
         def zeros_like(x: jax.Array) -> jax.Array:
             shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
@@ -687,15 +591,8 @@ class EvalStep:
     def batches(self, source: Any, batch_size: int, *, batched: bool | None = None) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.
 
-        What is left over is at most two batches with programs of their own: as many rows as all replicas can share, and the
-        rest, which every device computes. Both count in the sums like all others.
-
-        Args:
-            source, batched: see `step_batches`.
-            batch_size: rows of a batch over all devices, one microbatch; a multiple of the devices that share the rows.
-
-        Raises:
-            DataError: see `step_batches`.
+        That is at most two batches with programs of their own: as many rows as all replicas can share, and the rest, which
+        every device computes. `batch_size` is a multiple of the devices that share the rows. For the rest see `step_batches`.
         """
         from rampup.data.batches import eval_batches
 

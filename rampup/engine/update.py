@@ -1,8 +1,5 @@
 """The mathematics of a training step: what a compiled program computes from a state and rows.
 
-How a loss sums itself over the microbatches is its own business (`rampup.engine.contract.SummableLoss`): one after the
-other, or through the stages of a pipeline.
-
 Shape suffixes: K microbatches of the input, R rows of one microbatch over all replicas.
 """
 
@@ -27,17 +24,7 @@ from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
 from rampup.engine.state import carried, join_frozen, replace_carried, replace_fields, split_frozen
-from rampup.engine.totals import (
-    Sums,
-    Totals,
-    cast_like,
-    fill,
-    floating,
-    has_integers,
-    is_floating,
-    safe_reciprocal,
-    sum_of_means,
-)
+from rampup.engine.sums import Recipe, Sums, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal, sum_of_means
 from rampup.engine.zero import gather_parameters, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
@@ -46,26 +33,17 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What the programs of a training step compute. As a trace does not know its shardings, they are an argument.
-
-    Attributes:
-        loss, mesh, batch_axes, skip_nonfinite: see `rampup.engine.step.train_step`.
-        tx: the optimizer, or for `multi_steps` the `optax.MultiSteps` around it.
-        key: the random key of the run. It is a constant of the programs.
-        scatter_axes: the axes whose replicas split the optimizer's state (ZeRO-1), or None if each has all of it.
-        measures_noise: also return S and G2, in the engine `fused`.
-        has_explicit: the loss function sees Explicit axes; see `rampup.engine.explicit`.
-    """
+    """What the programs of a training step compute. As a trace does not know its shardings, they are an argument."""
 
     loss: SummableLoss
-    tx: Any
+    tx: Any  # for `multi_steps`, the `optax.MultiSteps` around the optimizer
     mesh: Mesh
     batch_axes: BatchAxes | None
-    key: jax.Array
+    key: jax.Array  # of the run: a constant of the programs
     skip_nonfinite: bool
-    scatter_axes: BatchAxes | None
+    scatter_axes: BatchAxes | None  # those whose replicas split the optimizer's state (ZeRO-1)
     measures_noise: bool
-    has_explicit: bool = False
+    has_explicit: bool = False  # the loss function sees Explicit axes
 
     def fused(
         self,
@@ -79,8 +57,7 @@ class Update:
         """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
 
         `chunks` are arrays that are (K, R, ...) when joined. `counts` are the microbatches of a pass and the passes, whose
-        product is at most K. `state` is the state without `frozen`, before and after; `shardings` are those of both. `segment`
-        is for a `FollowingOptimizer`.
+        product is at most K. `segment` is for a `FollowingOptimizer`.
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
@@ -90,27 +67,26 @@ class Update:
         if self.scatter_axes is not None:
             placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
-        totals = self._totals(state, shardings, grad_shardings)
+        recipe = self._recipe(state, shardings, grad_shardings)
         loss = self.bound_loss(state, shardings)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
-            sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, totals, **options)
-            if totals.noise is None:
+            sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, recipe, **options)
+            if recipe.noise is None:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
-                problem = f"`sums_and_grads` of {type(loss).__name__} does not use `totals.noise`"
+                problem = f"`sums_and_grads` of {type(loss).__name__} does not use `recipe.noise`"
                 fix = "see rampup.engine.contract.SummableLoss"
                 key = "measure_gradient_noise"
                 raise ConfigError(f"{key}=true: {problem}; {fix}", key=key, nearest=(False,))
             else:
                 with jax.named_scope("gradient_noise"):
-                    measured = totals.noise.metrics(sums.noise, grads, sums.weight)
+                    measured = recipe.noise.metrics(sums.noise, grads, sums.weight)
             grads = _with_integers(grads, state.params)
         metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux, **measured}
         if isinstance(sums.loss, tuple):
             metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
         if self.scatter_axes is not None:
-            # The forward pass needed whole parameters. Now each replica updates its own part of them.
             state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
         with jax.named_scope("update"):
             new = self.run_optimizer(state, grads, metrics["loss"], segment)
@@ -139,30 +115,25 @@ class Update:
     def multi_steps(
         self, shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
     ) -> tuple[Any, Metrics]:
-        """Run one microbatch with `optax.MultiSteps`; the last of a step runs the optimizer.
+        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; the last of a step runs the optimizer.
 
-        Args:
-            shardings, state, frozen: see `fused`.
-            so_far: the metrics of the step's earlier microbatches; at first `zero_metrics`.
-            chunk: the microbatch, arrays (1, R, ...).
-            first_row: the index of its first row in the global batch, for the random keys.
+        `so_far` are the metrics of the step's earlier microbatches, at first `zero_metrics`, and `first_row` the index of the
+        first row in the global batch, for the random keys.
         """
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss = self.bound_loss(state, shardings)
-        totals = self._totals(state)
+        recipe = self._recipe(state)
         with jax.named_scope("accumulate"):
-            # One pass of one microbatch.
             options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
             counts = np.int32(1), np.int32(1)
-            sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, totals, **options)
+            sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, recipe, **options)
             if isinstance(sums.loss, tuple):
                 problem = "a loss of several parts needs gradient_accumulation=fused"
                 reason = "multi_steps averages microbatches that do not know the weights of the step"
                 raise ConfigError(f"{problem}: {reason}", key="gradient_accumulation", nearest=("fused",))
             grads = _with_integers(grads, state.params)
-        # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
-        # weights, by MultiSteps.
+        # The loss is the weighted mean over the microbatches so far. MultiSteps averages the gradients with equal weights.
         weight = so_far["weight"] + sums.weight
         metrics = {
             "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * safe_reciprocal(weight),
@@ -171,8 +142,7 @@ class Update:
         }
         mutable = sums.mutable
         if self.skip_nonfinite:
-            # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and
-            # drop the update that the accumulated gradient leads to.
+            # MultiSteps must see every microbatch, or its counter would leave the plan: zero the gradient, and drop the update.
             is_finite = _is_finite(sums, grads, state)
             grads = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads)
             mutable = select_step(is_finite, mutable, carried(state))
@@ -181,8 +151,8 @@ class Update:
             new = self.run_optimizer(state, grads, metrics["loss"])
         opt_state = new.opt_state
         if self.skip_nonfinite or hasattr(state, "apply_gradients"):
-            # Only the last microbatch changes the state: MultiSteps emits zero updates before, but a state may do more than
-            # apply them. A step that is dropped takes the old inner state; the counters of MultiSteps always advance.
+            # MultiSteps emits zero updates before the last microbatch, but a state may do more than apply them. A step that is
+            # dropped takes the old inner state; the counters of MultiSteps always advance.
             keep = self.tx.has_updated(opt_state)
             if self.skip_nonfinite:
                 keep &= ~metrics["skipped"] & (weight != 0)
@@ -195,19 +165,17 @@ class Update:
         """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""
         keys_KR = jax.eval_shape(lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0)))
         eval_sums = functools.partial(self.bound_loss(state).eval_sums, mesh=self.mesh, mutable=carried(state))
-        # The types of sums do not depend on whether there is a gradient.
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}), replicated(self.mesh))
 
-    def _totals(self, state: Any, shardings: Any = None, grad_shardings: Any = None) -> Totals:
+    def _recipe(self, state: Any, shardings: Any = None, grad_shardings: Any = None) -> Recipe:
         """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
         scale, meter = getattr(state, "dynamic_scale", None), None
         if has_integers(state.params):
             _check_support(self.loss, "loss_fn", "integer parameters")
         if scale is not None:
-            # In a pipeline, its last stage computes the loss.
             _check_support(self.loss, "last" if hasattr(self.loss, "last") else "loss_fn", "`dynamic_scale`")
         if self.measures_noise:
             # Adam's second moments give the noise a second geometry. Those that are scattered over the replicas, or in host
@@ -216,7 +184,7 @@ class Update:
             moments = second_moments(state.opt_state, state.params) if is_at_hand else None
             given = floating(grad_shardings, state.params), floating(moments, state.params)
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
-        return Totals(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
+        return Recipe(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
 
     def bound_loss(self, state: Any, shardings: Any = None) -> SummableLoss:
         """Return the loss with the frozen arrays of a state, if it has any, as an argument, and with the axes that it needs."""
@@ -278,8 +246,8 @@ def eval_sums(
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
     """Return a state after a step, or a part of it, if the step is kept (a traced bool), else the one before.
 
-    The schedules of a skipped step move on, so that it does not shift the learning rate: the states of
-    `optax.scale_by_schedule` and the counts of `optax.inject_hyperparams`. Other counts stay, such as Adam's of its updates.
+    Schedules move on, so that a skipped step does not shift the learning rate: `optax.scale_by_schedule` and
+    `optax.inject_hyperparams`. Other counts stay, such as Adam's.
     """
 
     def select(new: Any, old: Any) -> Any:

@@ -1,15 +1,11 @@
 """ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
 
-A step reduce-scatters the gradients once, after the last microbatch, so that each replica has the sum of its own part. The
-compiler runs the optimizer on the parts, as it would on any sharded array, so every optimizer stays correct: norms and factored
-moments over whole arrays cost a collective. Then one all-gather gives all replicas the new parameters.
+A step reduce-scatters the gradients once, after the last microbatch. The compiler runs the optimizer on the parts, as on any
+sharded array, so every optimizer stays correct. Then one all-gather gives all replicas the new parameters. The parts of all
+arrays that are not sharded over other axes travel in one buffer, and so in one collective; the others have one each.
 
-The parts of all arrays that are not sharded over other axes travel in one buffer, so there is one collective and not one per
-array. Arrays that fsdp or tensor shard too have a collective of their own.
-
-The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn: the
-first exchanges whole arrays and the next ones only the part that is left. The bytes are those of one reduce-scatter, and about
-half of those of an all-reduce.
+The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn,
+with the bytes of one reduce-scatter, about half of those of an all-reduce.
 """
 
 from __future__ import annotations
@@ -32,11 +28,7 @@ TILE = (128, 128)
 
 
 def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Return the shardings of a tree's leaves, sharded over the replicas too along a dimension that they divide.
-
-    The leaves are arrays on the mesh, or their shapes and shardings. Those without such a dimension keep their sharding. A
-    dimension that no other axis shards is preferred.
-    """
+    """Return the shardings of a tree's leaves, sharded over the replicas too along a dimension that they divide, if any."""
     d = axes.num_replicas(mesh)
 
     def of(leaf: Any) -> NamedSharding:
@@ -73,10 +65,7 @@ def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
 
 
 def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Any:
-    """Sum this replica's gradients over the replicas. Call it in a function that is manual over them.
-
-    Each replica gets what `shardings` says: of those that name the replicas' axes, one part of the array.
-    """
+    """Sum this replica's gradients over the replicas, in a function that is manual over them; each gets its own part."""
     leaves, structure = jax.tree.flatten(grads)
     (whole, alone, buffers), d = _routes(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
     for k, total in zip(whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True):
@@ -88,7 +77,6 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
         return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
 
     for members in buffers:
-        # The first dimension of the buffer is the replica to which a part goes.
         parts = [split(leaves[k], dim) for k, dim in members.items()]
         sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
         for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
@@ -124,11 +112,7 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 def _routes(
     leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes
 ) -> tuple[list[int], dict[int, int], list[dict[int, int]]]:
-    """Return how the leaves of a tree travel between the replicas, by their index: (whole, alone, buffers).
-
-    `whole` are those that every replica keeps whole. `alone` are those that automatic axes shard too, and `buffers` the others,
-    those of one type in one buffer: index -> scattered dimension.
-    """
+    """Return the leaves that stay whole, those that travel alone, and those of each buffer: indices, the latter with dims."""
     whole = list[int]()
     alone = dict[int, int]()
     by_type = dict[Any, dict[int, int]]()
@@ -149,7 +133,6 @@ def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
     """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
     flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
     size = sum(x.shape[-1] for x in flat)
-    # Zeros add nothing to a sum, and `_unpack` does not read them.
     padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
     return jnp.concatenate([*flat, padding], axis=leading).reshape(*padding.shape[:leading], -1, TILE[1])
 
@@ -172,8 +155,8 @@ def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
 def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
     """Return the devices along some axes by their place in a TPU torus if a reduce-scatter must run per side, else None.
 
-    It must if they are all chips of a slice in three dimensions, or of a square larger than 2x2: there, the compiler (libtpu
-    0.0.50) runs a single reduce-scatter as an all-reduce. Each place on the other axes must be another slice.
+    It must if they are all chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu 0.0.50). Each place on
+    the other axes must be another slice.
     """
     first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
     size = math.prod(mesh.shape[name] for name in names)
@@ -210,7 +193,7 @@ def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> j
     torus = torus_of(mesh, names)
     if torus is None:
         return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    # After all sides, part i is on the i-th device of the torus. The parts are permuted so that device k gets part k.
+    # After all sides, part i is on the i-th device of the torus; device k is to get part k.
     order = torus.reshape(-1).tolist()
     if order != sorted(order):
         parts = jnp.split(x, len(order), axis=dim)
@@ -222,10 +205,7 @@ def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> j
 
 
 def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Gather an array from the parts x of the devices along some axes. The gradient of the part is a `scatter_sum`.
-
-    Without a mesh of devices, that is one reduce-scatter.
-    """
+    """Gather an array from the parts of the devices along some axes. The gradient of the part is a `scatter_sum`."""
     if not isinstance(mesh, Mesh) or torus_of(mesh, names) is None:
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
 

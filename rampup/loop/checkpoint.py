@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from rampup.engine.processes import broadcast_from_process0, first_problem, is_primary
 from rampup.engine.state import replace_fields
-from rampup.engine.totals import differing_leaves
+from rampup.engine.sums import differing_leaves
 from rampup.errors import RampupError, ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.lock import require_owner

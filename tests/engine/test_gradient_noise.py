@@ -297,5 +297,5 @@ def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
         train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps")
     step = train_step(OwnLoss(loss_fn), ADAM, plan, mesh, measure_gradient_noise=True)
     state = create_state(toy.new_params(mesh), ADAM, mesh)
-    with pytest.raises(ConfigError, match=r"OwnLoss does not use `totals\.noise`"):
+    with pytest.raises(ConfigError, match=r"OwnLoss does not use `recipe\.noise`"):
         step(state, next(step.batches(rows)))

@@ -160,9 +160,9 @@ def test_float16_hides_no_gradient_of_a_batch_in_one_microbatch():
 class Unscaled(AccumulatedLoss):
     """A loss that differentiates without the scale of the state."""
 
-    def sums_and_grads(self, params, batch_KR, keys_KR, counts, totals, **options):
+    def sums_and_grads(self, params, batch_KR, keys_KR, counts, recipe, **options):
         """Sum up as if there were no scale."""
-        return super().sums_and_grads(params, batch_KR, keys_KR, counts, dataclasses.replace(totals, scale=None), **options)
+        return super().sums_and_grads(params, batch_KR, keys_KR, counts, dataclasses.replace(recipe, scale=None), **options)
 
 
 def test_a_summable_loss_may_ignore_the_scale_of_the_state():

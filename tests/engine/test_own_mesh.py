@@ -164,9 +164,16 @@ def test_axes_that_are_no_tuples_are_refused(axes):
 
 
 def test_parameters_of_an_equal_mesh_keep_their_sharding():
-    """A parameter that is sharded on an equal mesh with other axis names is not replicated in silence."""
+    """A parameter that is sharded on another mesh is not replicated in silence: its axes are axes of this one, or an error."""
     ours = rampup.make_mesh(rampup.MeshAxes(data=4, tensor=2))
-    other = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    param = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(other, PartitionSpec(None, "y")))
-    state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)
-    assert state.params["w"].sharding.spec == PartitionSpec(None, "tensor")
+    for name in ("tensor", "y"):
+        other = jax.make_mesh((4, 2), ("data", name), axis_types=(AxisType.Auto,) * 2)
+        param = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(other, PartitionSpec(None, name)))
+        if name == "y":
+            with pytest.raises(
+                rampup.ConfigError, match=r"which the axes .* cannot express; place it on this mesh"
+            ):
+                rampup.create_state({"w": param}, optax.sgd(0.1), ours)
+        else:
+            state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)
+            assert state.params["w"].sharding.spec == PartitionSpec(None, "tensor")

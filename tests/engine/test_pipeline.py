@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rampup import PipelinedLoss, make_mesh
 from rampup.engine.gradient_noise import NoiseMeter
 from rampup.engine.pipeline import permute_layers, pipeline_sums
-from rampup.engine.totals import Totals
+from rampup.engine.sums import Recipe
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan import MeshAxes
 from rampup.plan.pipeline import pass_ticks, stage_layer_order
@@ -141,7 +141,7 @@ def check_all(axes, loss, numbers):
     @jax.jit
     def run(params, m):
         traces.append(m)
-        return pipeline_sums(loss, params, (batch, keys), (m, 1), Totals(), mesh, shardings)
+        return pipeline_sums(loss, params, (batch, keys), (m, 1), Recipe(), mesh, shardings)
 
     for m in numbers:
         sums = run(placed, m)
@@ -158,7 +158,7 @@ def test_pipeline_sums_run_several_passes():
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, weights), grads = reference()
     options = {"mesh": mesh, "param_shardings": shardings}
-    run = jax.jit(lambda params: parts().sums_and_grads(params, batch, keys, (4, 3), Totals(), **options))
+    run = jax.jit(lambda params: parts().sums_and_grads(params, batch, keys, (4, 3), Recipe(), **options))
     sums, mean = run(placed)
     assert sums.grads is None
     assert largest_error(permute_layers(mean, natural), jax.tree.map(lambda g: g[11] / weights[11], grads)) < 1e-9
@@ -195,7 +195,7 @@ def compiled(loss, number, axes):
     batch, keys = jax.tree.map(lambda x: jnp.concatenate([x[:4]] * (number // 4)), (batch, keys))
 
     def run(params, batch, keys):
-        return pipeline_sums(loss, params, (batch, keys), (number, 1), Totals(), mesh, shardings)
+        return pipeline_sums(loss, params, (batch, keys), (number, 1), Recipe(), mesh, shardings)
 
     return jax.jit(run).lower(placed, batch, keys).compile(), sum(x.nbytes for x in jax.tree.leaves(batch)) + 8 * keys.size
 
@@ -263,9 +263,9 @@ def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words):
     kinds = {"frozen": FrozenDict, "ordered": collections.OrderedDict, "list": lambda params: [*params.values()]}
     placed = kinds.get(spoil, dict)(placed)
     # Measuring the noise looks at the parameters too, after this check.
-    for totals in (Totals(), Totals(noise=NoiseMeter.of(shardings, mesh))):
+    for recipe in (Recipe(), Recipe(noise=NoiseMeter.of(shardings, mesh))):
         with pytest.raises(PipelineShapeError, match=words) as caught:
-            pipeline_sums(loss, placed, (batch, keys), (4, 1), totals, mesh, shardings)
+            pipeline_sums(loss, placed, (batch, keys), (4, 1), recipe, mesh, shardings)
         assert caught.value.key == key
 
 
@@ -284,4 +284,4 @@ def test_parts_that_break_their_contract_are_refused(part, spoiled, words):
     mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
     loss = dataclasses.replace(parts(), **{part: spoiled})
     with pytest.raises(ConfigError, match=words):
-        pipeline_sums(loss, placed, (batch, keys), (4, 1), Totals(), mesh, shardings)
+        pipeline_sums(loss, placed, (batch, keys), (4, 1), Recipe(), mesh, shardings)

@@ -15,7 +15,7 @@ import rampup
 from rampup.engine.accumulate import AccumulatedLoss, accumulate
 from rampup.engine.mesh import BatchAxes, auto_view, batch_sharding, shardings_like
 from rampup.engine.pipeline import PipelinedLoss, pipeline_sums
-from rampup.engine.totals import Totals
+from rampup.engine.sums import Recipe
 
 V, E, T, K, R = 32, 16, 4, 3, 8
 
@@ -283,7 +283,7 @@ def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     layers = np.linspace(0.1, 0.5, 4, dtype=np.float32)
     params["layers"] = jax.device_put(layers, NamedSharding(mesh, PartitionSpec("stage")))
     shardings = shardings_like(params, mesh)
-    run = jax.jit(lambda params, rows, m: pipeline_sums(loss, params, rows, (m, 1), Totals(), mesh, shardings))
+    run = jax.jit(lambda params, rows, m: pipeline_sums(loss, params, rows, (m, 1), Recipe(), mesh, shardings))
     sums = run(params, (batch, keys), np.int32(K))
     assert "forward_tick" in run.lower(params, (batch, keys), np.int32(K)).as_text(debug_info=True)
 

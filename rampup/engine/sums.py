@@ -1,7 +1,4 @@
-"""What a training step adds up over its microbatches besides the gradients, and in which types it adds.
-
-The loops over microbatches, of `rampup.engine.accumulate` and of `rampup.engine.pipeline`, know only `Totals`.
-"""
+"""What a training step adds up over its microbatches (`Sums`), and how (`Recipe`), and in which types it adds."""
 
 from __future__ import annotations
 
@@ -57,10 +54,10 @@ class Sums(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class Recipe:
     """What a loss is given besides parameters and rows, to add up `Sums`: what else to sum, and how to sum over the replicas.
 
-    It is a pytree, because its arrays are arguments of the functions that are manual or mapped over the replicas.
+    It is a pytree, as its arrays are arguments of the functions that are manual or mapped over the replicas.
 
     Attributes:
         mutable: what the loss function carries from microbatch to microbatch, as it is before the first one; or None.
@@ -118,10 +115,7 @@ def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
-    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient.
-
-    A weight that is NaN or negative is not hidden: it makes the loss NaN, or of the other sign.
-    """
+    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient."""
     # The inner `where` keeps the division by zero out of the branch that is not selected.
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
 
@@ -144,10 +138,7 @@ def accumulator(x: Any, dtype: Any = None) -> jax.Array:
 
 
 def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
-    """Return the type in which values of a type are summed: at least float32, or `wanted` for real floating-point values.
-
-    Integers are summed in float32 too, which counts exactly to 2**24.
-    """
+    """Return the type in which values of a type are summed: at least float32, or `wanted` for real floating-point values."""
     is_real = jnp.issubdtype(dtype, jnp.floating)
     return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
 
@@ -155,7 +146,6 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
 def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
     if dtype is not None:
-        # Complex numbers would lose their imaginary part.
         grads = jax.tree.map(lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
     return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
@@ -187,10 +177,7 @@ def fill(tree: Any, values: Any) -> Any:
 
 
 def differing_leaves(before: Any, after: Any, fact: Callable[[Any], Any], **names: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield name and facts of each leaf whose facts differ in two trees. A leaf that is absent, or has no fact, has None.
-
-    `names` are options of `jax.tree_util.keystr`.
-    """
+    """Yield name and facts of each leaf whose facts differ in two trees, None if it is absent; `names` are for `keystr`."""
     trees = [jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)]
     old, new = ({jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves} for leaves in trees)
     for name in old | new:
