@@ -1,7 +1,7 @@
 """Gradient accumulation: the sum over the microbatches of a step, and `optax.MultiSteps` with a k that follows the ramp.
 
-Each replica adds up the gradients of its own rows in a loop whose bound is an argument, and the replicas exchange the sums
-once, after it (see `rampup.engine.replicas`).
+Each replica adds up the gradients of its rows in a loop whose bound is an argument, so one executable serves every number, and
+the replicas exchange the sums once, after it (see `rampup.engine.replicas`).
 
 Shape suffixes: K microbatches in the buffer, R rows of one microbatch: all of them outside of `rampup.engine.replicas`, and
 those of one replica or device inside.
@@ -10,7 +10,7 @@ those of one replica or device inside.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,25 +24,12 @@ from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, 
 from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
 from rampup.engine.replicas import Replicas
-from rampup.engine.sums import (
-    Recipe,
-    Sums,
-    accumulator,
-    fill,
-    floating,
-    has_integers,
-    is_floating,
-    largest,
-    safe_reciprocal,
-    sum_of_means,
-)
+from rampup.engine.sums import Recipe, Sums, accumulator, fill, floating, largest, safe_reciprocal, split_trained, sum_of_means
 from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
-# What Flax calls the part of the parameters of its float8 layers whose gradients are new values.
-OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 # The operations whose derivative is what somebody wrote, in all versions of JAX.
 BACKWARD_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_transpose_call"})
 
@@ -52,8 +39,7 @@ class AccumulatedLoss:
     """The `SummableLoss` of a loss function: microbatches run one after the other on every replica.
 
     Attributes:
-        loss_fn: see `rampup.train_step`.
-        batch_axes: the mesh axes of the rows; None = data and fsdp.
+        loss_fn, batch_axes: see `rampup.train_step`.
         param_shardings: None: `loss_fn` takes whole parameters and the rows of one replica, and the compiler partitions it over
             fsdp and tensor. Shardings of the parameters: it takes the rows of one device and, along the axes of the rows, its
             part of each parameter, and gathers what it needs with its own collectives.
@@ -70,9 +56,9 @@ class AccumulatedLoss:
     def check(self, mesh: Mesh, engine: str) -> None:
         """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see `SummableLoss`."""
         if self.accumulator_dtype is not None and engine == "multi_steps":
-            problem = f"gradient_accumulator_dtype={jnp.dtype(self.accumulator_dtype).name} needs gradient_accumulation=fused"
-            fix = "optax.MultiSteps keeps the sums of multi_steps"
-            raise ConfigError(f"{problem}; {fix}", key="gradient_accumulator_dtype", nearest=("float32",))
+            key = "gradient_accumulator_dtype"
+            problem = f"{key}={jnp.dtype(self.accumulator_dtype).name} needs gradient_accumulation=fused"
+            raise ConfigError(f"{problem}; optax.MultiSteps keeps the sums of multi_steps", key=key, nearest=("float32",))
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
             problem = f"the mesh has {stages} pipeline stages, so the loss must say what a stage does: give a PipelinedLoss"
@@ -84,15 +70,14 @@ class AccumulatedLoss:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
         if recipe.noise is not None and not takes_whole:
-            problem = "needs a loss function that takes whole parameters"
-            key = "measure_gradient_noise"
+            rule = "measure_gradient_noise=true needs a loss function that takes whole parameters"
             why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
-            raise ConfigError(f"{key}=true {problem}: {why}", key=key, nearest=(False,))
+            raise ConfigError(f"{rule}: {why}", key="measure_gradient_noise", nearest=(False,))
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
         if has_one and takes_whole and recipe.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. To divide the gradient of a sum reads and writes all of it once more.
-            args = *_split_trained(params), *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
+            args = *split_trained(params), *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
             with own_constraints(), jax.named_scope("microbatch"):
                 traced = None
                 with contextlib.suppress(NameError, ValueError):
@@ -141,7 +126,7 @@ class AccumulatedLoss:
 
         def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
-            trained, others = _split_trained(params) if has_grads else (params, None)
+            trained, others = split_trained(params) if has_grads else (params, None)
 
             def sums_of(results: Any) -> Sums:
                 (_, sums), grads = results if has_grads else (results, None)
@@ -169,11 +154,10 @@ class AccumulatedLoss:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), recipe)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
-            shapes = shapes._replace(mutable=None)
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-            zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings))
-            zeros = zeros._replace(mutable=recipe.mutable if has_grads else None)
+            carried = recipe.mutable if has_grads else None
+            zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings), mutable=carried)
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
         return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
@@ -226,7 +210,7 @@ def accumulate(
 
     For a jitted training step of your own: one executable serves any number of microbatches up to K. With
     `chunk_size=max(plan.max_microbatches.values())`, `step_batches` yields batches whose `chunks[0]` is such a buffer. The
-    method `mean_grads` of the sums returns the gradient for the optimizer.
+    gradient for the optimizer is `sums.mean_grads(params)`.
 
     Args:
         loss_fn: see `train_step`. An `AccumulatedLoss` of it chooses the types in which gradients are summed and exchanged.
@@ -234,12 +218,11 @@ def accumulate(
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use. If a traced number is not from 0 to K, loss, weight and mean are NaN.
         keys_KR: a random key per row, as `rampup.engine.accumulate.per_row_keys` makes them. None: the loss gets None.
-        mesh: the devices.
         param_shardings: shardings of `params`, which the accumulators take; None leaves them to the compiler. If they name the
-            axes of the replicas, each replica gets its own part of the summed gradients; see `rampup.engine.zero`.
+            axes of the replicas, each replica gets its own part of the summed gradients.
         mutable: state for `loss_fn` to carry, on each replica its own. At the end, floating-point leaves become their mean over
             the replicas, and integers and booleans their maximum. Random keys must be the same on all replicas.
-        batch_axes: the mesh axes of the rows; None = data and fsdp.
+        mesh, batch_axes: see `train_step`.
         whole_batch: the loss sees all rows of a step, and K is 1, as with the batches of `plan.with_whole_batches()`.
 
     Raises:
@@ -320,25 +303,10 @@ def _is_narrow(traced: Any) -> bool:
     return has_small_range or jnp.finfo(traced.out_avals[0].dtype).bits < 32
 
 
-def _split_trained(params: Any) -> tuple[Any, Any]:
-    """Return the parameters that are trained, with None in the place of integers, and those integers, if there are any."""
-    if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-        problem = f"params[{OVERWRITE_WITH_GRADIENT!r}], of Flax's float8 layers, takes its gradients as new values"
-        fix = "use rampup.microbatches and rampup.multi_steps with a step of your own, or train in bfloat16"
-        raise ConfigError(f"{problem}, and a step sums them over microbatches; {fix}", key="params")
-    if not has_integers(params):
-        return params, None
-    return floating(params, params), jax.tree.map(lambda p: None if is_floating(p) else p, params)
-
-
 def _loss_of(
     loss_fn: LossFn, mesh: Mesh, *, differentiates_mean: bool = False, keeps_mutable: bool = True
 ) -> Callable[..., tuple[Any, Sums]]:
-    """Return the function that calls the loss function on one microbatch: the value to differentiate, and the sums.
-
-    The value is the loss, or with `differentiates_mean` loss / weight; of several parts, the sum of loss / weight, with the
-    `weights` of the step or for None of the microbatch, times the largest of them.
-    """
+    """Return the function of one microbatch that returns the value to differentiate, loss or loss / weight, and the sums."""
 
     def loss_of(
         trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any = None
@@ -364,11 +332,7 @@ def _loss_of(
 def _weights(
     loss_fn: LossFn, mesh: Mesh, first: tuple[Any, ...], rows: tuple[Any, Any], number: Any, shapes: tuple[Any, ...]
 ) -> Any:
-    """Return the weights of the parts of a loss over the first `number` microbatches of a replica's rows.
-
-    Known before the first gradient, they let one backward pass and one accumulator serve all parts. They seldom depend on the
-    parameters, so the compiler drops the model from this loop.
-    """
+    """Return the weights of the parts over `number` microbatches: known before the gradients, one backward pass serves all."""
     loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
 
     def add(i: jax.Array, so_far: tuple[Any, Any]) -> tuple[Any, Any]:

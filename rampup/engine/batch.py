@@ -21,36 +21,22 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 
 MAX_CHUNKS = 8
-# A buffer of at most so many numbers is one chunk: half a megabyte in float32. Every chunk is an array per leaf, and each array
-# takes as much of the host's time as copying some hundred kilobytes of padding.
+# A buffer of at most so many numbers is one chunk, and a larger one at most `MAX_CHUNKS`: half a megabyte in float32. Every
+# chunk is an array per leaf, and each array takes as much of the host's time as copying some hundred kilobytes of padding.
 MAX_WHOLE = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferLayout:
-    """The shape of a compiled step's input, the same in every phase with the same microbatch size.
+    """The shape of a compiled step's input: chunks of microbatches, of which a step with few microbatches fills the first."""
 
-    The buffer is a fixed number of chunks of microbatches. A small buffer is one chunk, padded with zeros. In a large one, a
-    step with few microbatches fills only the first chunks. The others are one chunk of zeros that stays on the devices, so an
-    early phase transfers its own rows and not a buffer as large as the last phase's batch.
-
-    Attributes:
-        rows: R, rows of one microbatch over all replicas (data_parallel_size * microbatch_size).
-        chunk_size: K, microbatches of one chunk.
-        num_chunks: chunks in the buffer.
-    """
-
-    rows: int
-    chunk_size: int
+    rows: int  # R, of one microbatch over all replicas (data_parallel_size * microbatch_size)
+    chunk_size: int  # K, microbatches of one chunk
     num_chunks: int
 
 
 def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None) -> BufferLayout:
-    """Return the layout for every step of a plan with the microbatch size of `split`, for rows of `row_size` numbers.
-
-    A chunk has `chunk_size` microbatches; None = all if the buffer has at most `MAX_WHOLE` numbers, else as many as make at
-    most `MAX_CHUNKS` chunks.
-    """
+    """Return the layout for every step with the microbatch size of `split`, for rows of `row_size` numbers; see `MAX_WHOLE`."""
     rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
@@ -104,8 +90,7 @@ def put_batch(
 ) -> Batch:
     """Put the microbatches of a step on the devices as chunks of one shape; the last chunk is padded with zeros.
 
-    `batch_nR` are the rows of this process, arrays (n, rows, ...), which must not change afterwards. The position's `split`
-    says how the rows are split, planned or not. `name_row` returns where a row comes from, by its place among these rows.
+    The rows `batch_nR` of this process must not change afterwards. `name_row` returns where one comes from, by its place.
     """
     leaves, structure = jax.tree.flatten(batch_nR)
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format

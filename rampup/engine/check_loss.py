@@ -1,10 +1,9 @@
 """Whether a loss is a sum over rows: `check_loss` evaluates it on some rows together and on each of them alone.
 
-A loss that is a sum over rows, each with its own random key, has the same loss, weight, aux and gradient in both ways. If one
-of them differs, further evaluations find out why:
+A sum over rows, each with its own random key, has the same loss, weight, aux and gradient in both ways. If one of them differs,
+further evaluations find out why:
 
-- the rows with some of them exchanged: f(x) + f(y) = f(x with a row of y) + f(y with that row of x) unless rows interact;
-- the rows in another order;
+- the rows in another order, or with some of them exchanged: f(x) + f(y) = f(x with a row of y) + f(y with that row of x);
 - a row repeated: the mean of equal rows is that of one, a sum is several times as large, and a penalty is added once;
 - k copies of one row beside R - k of another: a quotient of two sums is a rational function of k;
 - other keys for all rows but the first, and a row whose integers or masks are those of padding.
@@ -30,7 +29,7 @@ from rampup.engine.accumulate import AccumulatedLoss, random_key
 from rampup.engine.batch import Batch
 from rampup.engine.compile import compile_program
 from rampup.engine.contract import LossFn, SummableLoss, check_results, check_signature, explained
-from rampup.engine.mesh import auto_view, make_mesh, own_constraints, replicated
+from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
 from rampup.engine.sums import accumulator, fill, floating
@@ -39,8 +38,7 @@ from rampup.errors import ConfigError, DataError, LossWarning, a_type
 
 # Rows that are evaluated together. The fit of a quotient needs four, and some losses take rows in pairs.
 R = 4
-# A training step checks the loss of a model with at most so many parameters by itself.
-MAX_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 20_000_000  # of a model whose loss a training step checks by itself
 _WHOLE_BATCH = "let the loss see whole batches: train_step(..., whole_batch=True)"
 WAYS_OUT = {
     "mean": "return the sum over the rows, such as losses.sum(), and as weight_sum what it is to be divided by",
@@ -91,16 +89,15 @@ class LossReport:
 
 
 def check_loss(loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, *, seed: int = 0) -> LossReport:
-    """Report whether a loss is a sum over rows, which is what a training step and `accumulate` take it for.
+    """Report whether a loss is a sum over rows, as a training step and `accumulate` take it, by calls on one device.
 
-    It runs on one device. A leaf of parameters that is all zeros is moved a little, as many wrong losses are right there.
+    A leaf of parameters that is all zeros is moved a little, as many wrong losses are right there.
 
     Args:
-        loss_fn: see `train_step`. That the random streams of an NNX model are for a microbatch, and not for a row, is not
-            reported.
+        loss_fn: see `train_step`. Random streams of an NNX model, which are for a microbatch, are not reported.
         state_or_params: the training state, with `mutable` and `frozen` if it has them, or the parameters.
-        rows: rows that differ from each other, at least two, of which four are used: a pytree of arrays (rows, ...), a `Batch`,
-            or a list or another source of single rows.
+        rows: at least two rows that differ, of which four are used: a pytree of arrays (rows, ...), a `Batch`, or a list or
+            another source of single rows.
         seed: seed of the random keys.
 
     Raises:
@@ -155,8 +152,7 @@ def _pick(rows: Any) -> Any:
 # What a loss returns for some rows by name: loss_sum, weight_sum, entries of aux and, for each gradient, up to `_SUMS` sums.
 Sums = dict[str, np.ndarray]
 _KINDS = ("loss_sum", "weight_sum", "aux", "gradient")
-# A term of a sum of evaluations that is to be zero.
-Term = tuple[float, Sums]
+Term = tuple[float, Sums]  # of a sum of evaluations that is to be zero
 # Sums of the numbers of a gradient, each with a random sign: their norm is about that of the gradient.
 _SUMS = 64
 
@@ -171,7 +167,12 @@ class _Evaluations:
         self._loss_fn = _function(loss)
         self._is_quiet = is_quiet
         self.has_streams = getattr(self._loss_fn, "has_streams", False)
-        self._on_device = replicated(_mesh_of_one_device(params))
+        # A mesh of one device, with the axes of the parameters' mesh.
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+        devices = shardings[0].addressable_devices if shardings else jax.local_devices()
+        names = next((s.mesh.axis_names for s in shardings if isinstance(s, NamedSharding)), AXIS_NAMES)
+        one = np.array(min(devices, key=lambda device: device.id)).reshape((1,) * len(names))
+        self._on_device = replicated(Mesh(one, names))
         self._arrays = jax.device_put((params, mutable, getattr(state, "frozen", None)), self._on_device)
         self._rows, self.padding = _with_padding(rows)
         keys = jax.random.split(random_key(seed), 2 * R + 1)
@@ -271,10 +272,7 @@ def _evaluate(loss_fn: Any, draws_alike: bool, params: Any, mutable: Any, frozen
 
 @functools.cache
 def _generator() -> Any:
-    """Return a generator of random numbers whose keys have a third word: 1 if all numbers drawn with a key are equal.
-
-    They are at most 0.4, so that dropout keeps, and differ from key to key, so that loops that reject numbers end.
-    """
+    """Return a generator of random numbers whose keys have a third word: 1 if all numbers drawn with a key are equal."""
 
     def threefry(key: Any) -> Any:
         return jax.random.wrap_key_data(key[:2], impl="threefry2x32")
@@ -289,6 +287,7 @@ def _generator() -> Any:
     def random_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
         dtype = jnp.dtype(f"uint{bit_width}")
         bits, one = (jax.random.bits(threefry(key), size, dtype) for size in (shape, ()))
+        # At most 0.4, so that dropout keeps, and another number for every key, so that loops that reject numbers end.
         low, span = (dtype.type(part * 2**bit_width) for part in (0.1, 0.3))
         return jnp.where(key[2] == 1, low + one % span, bits)
 
@@ -319,15 +318,6 @@ def _function(loss: Any) -> Callable[..., Any]:
         problem = f"check_loss calls the loss function with rows of its own choice, but {a_type(loss)} sums by itself"
         raise ConfigError(f"{problem}, or takes shards; give the function itself", key="loss_fn")
     return loss
-
-
-def _mesh_of_one_device(params: Any) -> Mesh:
-    """Return a mesh of one device, with the axes of the parameters' mesh."""
-    shardings = [leaf.sharding for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    devices = sorted(shardings[0].addressable_devices, key=lambda device: device.id) if shardings else jax.local_devices()
-    one = make_mesh(devices=devices[:1])
-    names = next((s.mesh.axis_names for s in shardings if isinstance(s, NamedSharding)), one.axis_names)
-    return Mesh(np.array(devices[:1]).reshape((1,) * len(names)), names)
 
 
 def _with_padding(rows: Any) -> tuple[Any, list[str]]:
@@ -386,13 +376,14 @@ def _problems(loss: _Evaluations) -> Iterator[LossProblem]:
         return [(1.0, loss.sums(rows, keys)), *((-1.0, loss.single(*pair)) for pair in zip(rows, keys, strict=True))]
 
     def numbers(name: str, keys: tuple[int, ...] = alike) -> str:
-        (_, together), *each = together_minus_each(keys)
+        (_, sums), *each = together_minus_each(keys)
+        together = sums[name]
         total = np.sum([sums[name] for _, sums in each], axis=0)
         if name.startswith("gradient"):
-            sizes = f"{_norm(together[name]):.3g} for {R} rows, and {_norm(total):.3g} for the sum over each row alone"
-            return f"the norm of {name} is {sizes}; that of their difference is {_norm(together[name] - total):.3g}"
-        place = int(np.argmax(np.abs(together[name] - total)))
-        return f"{name} is {together[name][place]:.5g} for {R} rows, and {total[place]:.5g} as the sum over each row alone"
+            sizes = f"{_norm(together):.3g} for {R} rows, and {_norm(total):.3g} for the sum over each row alone"
+            return f"the norm of {name} is {sizes}; that of their difference is {_norm(together - total):.3g}"
+        place = int(np.argmax(np.abs(together - total)))
+        return f"{name} is {together[place]:.5g} for {R} rows, and {total[place]:.5g} as the sum over each row alone"
 
     wrong = loss.differing(*together_minus_each(alike))
     uses_keys = bool(loss.differing((1, whole), (-1, loss.sums(rows, own))))
@@ -455,7 +446,7 @@ def _main(names: Any) -> list[str]:
 
 
 def _without_weight(loss: _Evaluations, singles: list[Sums]) -> Iterator[LossProblem]:
-    """Yield that a row of weight 0 is not finite: one of the rows, or one with the values of padding."""
+    """Yield that a row of weight 0 is not finite, also one with the values of padding."""
     names = [*(f"row {n}" for n in range(R)), *(f"a row with {setting}" for setting in loss.padding)]
     padded = [loss.sums((R + n,), (0,)) for n in range(len(loss.padding))]
     for name, sums in zip(names, singles + padded, strict=True):

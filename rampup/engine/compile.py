@@ -43,17 +43,12 @@ TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 class Compiler:
-    """A cache of ahead-of-time compiled programs, with one background thread.
-
-    `get` calls `before_first_run` before it returns a program for the first time: there, the processes of a run wait for each
-    other, as their compilations end at different times. `waited_seconds` is the time that callers waited for a trace or a
-    compilation.
-    """
+    """A cache of ahead-of-time compiled programs, with one background thread. A new program waits for `before_first_run`."""
 
     def __init__(self, before_first_run: Callable[[], None] = lambda: None) -> None:
         self._before_first_run = before_first_run
         self.num_compilations = 0
-        self.waited_seconds = 0.0
+        self.waited_seconds = 0.0  # of callers, for a trace or a compilation
         self._programs: dict[Hashable, Any] = {}
         self._pending: dict[Hashable, Future[Any]] = {}
         self._requests: collections.deque[tuple[Hashable, Future[Any], Any]] = collections.deque()
@@ -75,10 +70,7 @@ class Compiler:
         return program
 
     def compile_async(self, key: Hashable, lower: Lower) -> None:
-        """Lower a program here, where the contexts of JAX, Flax and the loss are, and compile it in the background, in turn.
-
-        An error is a warning now, and raised by `get`.
-        """
+        """Lower a program in the caller's contexts, and compile it in the background. An error warns, and `get` raises it."""
         if key in self._programs or key in self._pending:
             return
         start, program = time.perf_counter(), Future[Any]()
@@ -149,9 +141,8 @@ def compile_program(lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optim
     if platform == "tpu":
         return compile_for_tpu(lowered, jax.devices()[0].device_kind)
     is_set_already = any(option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS)
-    return lowered.compile(
-        compiler_options=None if platform != "cpu" or is_set_already else {"xla_backend_optimization_level": level}
-    )
+    options = None if platform != "cpu" or is_set_already else {"xla_backend_optimization_level": level}
+    return lowered.compile(compiler_options=options)
 
 
 def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None = None) -> Any:
@@ -167,10 +158,7 @@ def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None =
 
 
 def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
-    """Return the options for a TPU generation such as `v5p`, or JAX's name of a device, but those that `flags` set; else none.
-
-    `flags` is the value of `LIBTPU_INIT_ARGS`.
-    """
+    """Return the options for a TPU generation such as `v5p`, or JAX's name of it, but those set in the `flags` of libtpu."""
     names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
     generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
     return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}

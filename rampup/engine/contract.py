@@ -35,9 +35,8 @@ class SummableLoss(Protocol):
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
-        Integers among the parameters have None for a gradient. If `recipe` has `mutable` or `noise`, the sums have new ones. A
-        loss that differentiates `recipe.scaled(loss)` undoes the scale with `recipe.finalize`; one that does neither is right
-        too. `param_shardings` are those of the gradients.
+        Integers among the parameters have None for a gradient. `mutable` and `noise` are those of the recipe, if it has them.
+        Who differentiates `recipe.scaled(loss)` undoes the scale with `recipe.finalize`; to do neither is right too.
         """
 
     def eval_sums(
@@ -54,9 +53,8 @@ def check_results(
     loss, weight, aux, *carried = unpack_results(results, carries)
     for path, leaf in jax.tree.leaves_with_path(aux):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-            raise _contract_error(
-                f"returned {a_type(leaf)} as aux{jax.tree_util.keystr(path)}, which must be a number", carries
-            )
+            name = f"aux{jax.tree_util.keystr(path)}"
+            raise _contract_error(f"returned {a_type(leaf)} as {name}, which must be a number", carries)
     if isinstance(loss, (tuple, list)) or isinstance(weight, (tuple, list)):
         lengths = [len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)]
         if lengths[0] != lengths[1] or not lengths[0]:
@@ -74,8 +72,7 @@ def check_results(
     if carries and keeps_mutable:
         leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
         changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
-        was = jax.tree.structure(args[3])
-        now = jax.tree.structure(carried[0])
+        was, now = map(jax.tree.structure, (args[3], carried[0]))
         if changes or was != now:
             change = changes[0] if changes else f"it was {was} and is {now}"
             raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
@@ -117,16 +114,9 @@ def signature_problem(function: Callable[..., Any], number: int) -> str | None:
 
 
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
-    """Refuse `aux`, the result for some `rows`, if it has a value for each: a step would add up rows of different microbatches.
-
-    A dimension as long as the microbatch may be that of as many classes. If it is that of the rows, twice as many rows make it
-    twice as long.
-    """
+    """Refuse `aux` with a value for each of the `rows`: a dimension of their length that is twice as long for twice as many."""
     sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
-    if not sizes:
-        return
-    R = jax.tree.leaves(rows)[0].shape[0]
-    if all(size % R for size in sizes):
+    if not sizes or all(size % (R := jax.tree.leaves(rows)[0].shape[0]) for size in sizes):
         return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows)
     try:
@@ -135,14 +125,10 @@ def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
         return
     for path, leaf in jax.tree.leaves_with_path(aux):
         if path in other and other[path].shape != np.shape(leaf):
-            name = f"aux{jax.tree_util.keystr(path)}"
-            found = list(np.shape(leaf))
-            more = list(other[path].shape)
-            raise ConfigError(
-                f"{name} of the loss function has values for single rows: its shape is {found} for {R} rows and {more} for "
-                f"{2 * R}. A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)",
-                key="loss_fn",
-            )
+            shapes = f"its shape is {list(np.shape(leaf))} for {R} rows and {list(other[path].shape)} for {2 * R}"
+            problem = f"aux{jax.tree_util.keystr(path)} of the loss function has values for single rows: {shapes}"
+            fix = "A step adds aux up over the microbatches, so return sums over the rows, such as jnp.sum(x, axis=0)"
+            raise ConfigError(f"{problem}. {fix}", key="loss_fn")
 
 
 def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:

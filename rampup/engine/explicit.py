@@ -1,7 +1,7 @@
 """Explicit meshes: arrays live on the mesh that the user gave, a program sees its axes as automatic, and a loss as it needs.
 
-The loss function of a model that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the rows of all
-replicas, and the gradient is reduced in every microbatch, as in `jax.jit`.
+A loss that says `out_sharding=P("data", ...)` is traced with all axes Explicit, on the rows of all replicas, and reduced per
+microbatch, as in `jax.jit`.
 """
 
 from __future__ import annotations

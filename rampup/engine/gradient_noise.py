@@ -1,11 +1,8 @@
 """Measures the gradient noise scale inside a training step; see `rampup.batch_size.noise_scale` for the estimator.
 
 A block is one microbatch on one replica. Its gradient is there anyway, so all that a step needs in addition is the sum of its
-squares. Two things keep that cheap:
-
-- The sums of the replicas travel with the loss, in the reduction that a step has at its end.
-- Along axes that shard the parameters (fsdp, tensor), a sum of squares would be a reduction per microbatch and array. So each
-  shard keeps a partial sum of its own, and the partial sums are added once, together with those of |g|^2.
+squares. Those of the replicas travel with the loss, in the reduction at the end of the step. Along axes that shard the
+parameters (fsdp, tensor), each shard keeps a partial sum of its own, and these are added once, together with those of |g|^2.
 
 A geometry is a way to square a gradient x: x^2 (Euclidean), or x^2 / sqrt(v) with Adam's second moment v. G_j is the gradient
 sum of block j and W_j its weight. S is the trace of the gradient's covariance, and G2 the square of the true gradient.
@@ -31,16 +28,12 @@ _EPS = 1e-8
 
 
 class NoiseSums(NamedTuple):
-    """Sums over the blocks of a step.
+    """Sums over the blocks of a step."""
 
-    Attributes:
-        squares: sums of |G_j|^2 / W_j and of |G_j|^2, an array (2, geometries, *shards): the Euclidean geometry, then Adam's
-            if it is measured. In a pipeline's stage, those of every microbatch, (geometries, *shards, K), not divided yet.
-        blocks: number of blocks with a weight. In a pipeline's stage, the weight of every microbatch, (K,).
-    """
-
+    # Of |G_j|^2 / W_j and of |G_j|^2, in the Euclidean geometry and in Adam's if it is measured: (2, geometries, *shards). In a
+    # pipeline's stage, those of every microbatch, (geometries, *shards, K), not divided yet.
     squares: jax.Array
-    blocks: jax.Array
+    blocks: jax.Array  # number of those with a weight; in a pipeline's stage, the weight of every microbatch, (K,)
 
 
 @jax.tree_util.register_dataclass
@@ -67,10 +60,7 @@ class NoiseMeter:
         return tuple(self.mesh.shape[name] for name in self.axes)
 
     def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
-        """Return the sum of squares of a gradient, or of a part of it, in every geometry, (geometries, *shards).
-
-        In a loop over microbatches, `varying` is a number that changes with the microbatch.
-        """
+        """Return the sum of squares of a gradient, or of a part of it, in every geometry, (geometries, *shards)."""
         shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
         found = [self._add_up(squares, shardings)]
@@ -91,12 +81,7 @@ class NoiseMeter:
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
-        """Return the metrics of a step from the sums over its blocks and the gradient of the mean, possibly scattered.
-
-        They are `grad_norm`, and `gradient_noise` with S (`trace`), G2 (`squared_norm`), `blocks`, `squares`, which is the sum
-        of |G_j|^2, and in Adam's geometry `adam_trace`, `adam_squared_norm` and `adam_squares`. Of fewer than two blocks, S and
-        G2 are NaN.
-        """
+        """Return `grad_norm` and `gradient_noise` of a step from its sums; S and G2 of fewer than two blocks are NaN."""
         moments = self.moments
         used = axes_of(self.shardings)
         axes = tuple(str(name) for name, size in self.mesh.shape.items() if size > 1 and name in used)
@@ -117,8 +102,8 @@ class NoiseMeter:
         trace, squared_norm = noise_trace(divided, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
         found = {"blocks": noise.blocks}
         for geometry, prefix in enumerate(("", "adam_") if moments is not None else ("",)):
-            own = {"trace": trace[geometry], "squared_norm": squared_norm[geometry], "squares": squares[geometry]}
-            found |= {prefix + name: value for name, value in own.items()}
+            own = {"trace": trace, "squared_norm": squared_norm, "squares": squares}
+            found |= {prefix + name: values[geometry] for name, values in own.items()}
         return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
 
     def _add_up(self, squares: Any, shardings: Sequence[NamedSharding]) -> jax.Array:
@@ -129,10 +114,7 @@ class NoiseMeter:
         return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
 
     def _keep_layout(self, v: jax.Array) -> jax.Array:
-        """Keep second moments on a TPU as they are, so that they are transposed one by one and not copied before the loop.
-
-        A gradient often has its dimensions in another order. Not of shards: JAX 0.7 would gather them.
-        """
+        """Keep second moments on a TPU as they are: transposed one by one in the loop, and not copied before it."""
         if self.axes or v.ndim < 2 or self.mesh.devices.flat[0].platform != "tpu":
             return v
         rows, columns = v.shape[-2:]

@@ -31,8 +31,7 @@ class BatchAxes:
     """Which axes of a mesh take the rows of a batch. Needed only for a mesh with other names than data and fsdp.
 
     Attributes:
-        replica: axes along which the parameters are replicated. A training step adds up gradients on each replica by itself and
-            reduces them over these axes once.
+        replica: axes along which the parameters are replicated, and over which a training step reduces gradients once.
         rows: all axes that the rows are sharded over, starting with `replica`. Along the others, such as fsdp, the parameters
             may be sharded too.
 
@@ -105,8 +104,7 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
         devices: the devices; None = all devices of JAX.
 
     Raises:
-        ConfigError: the product of the axes is not the number of devices, they use context or expert parallelism, or they do
-            not fit the slices of the devices.
+        ConfigError: the axes do not fit the devices or their slices, or use context or expert parallelism.
 
     Example:
         >>> make_mesh().axis_names
@@ -114,11 +112,11 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
     """
     devices = jax.devices() if devices is None else devices
     axes = MeshAxes(data=len(devices)) if axes is None else axes
-    for name in ("context", "expert"):
-        if getattr(axes, name) > 1:
-            problem = f"{name} parallelism of {getattr(axes, name)} can be planned but not trained"
+    for name, size in (("context", axes.context), ("expert", axes.expert)):
+        if size > 1:
             fix = f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1"
-            raise ConfigError(f"{problem}; {fix}", key=f"ici_{name}_parallelism", nearest=(1,))
+            problem = f"{name} parallelism of {size} can be planned but not trained; {fix}"
+            raise ConfigError(problem, key=f"ici_{name}_parallelism", nearest=(1,))
     if axes.num_devices != len(devices):
         problem = f"the axes of the mesh need {axes.num_devices} devices, but JAX sees {len(devices)} here"
         raise ConfigError(problem, key="num_devices", nearest=(-1,))
@@ -141,18 +139,16 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     if len(groups) == 1:
         # CPUs and GPUs do not say which slice they are in: as many devices in a row.
         groups = np.array_split(np.asarray(devices, object), num_slices)
-    if len(groups) != num_slices:
-        found, key = len(groups), "num_slices"
-        fix = f"set {key}={found}, and dcn_data_parallelism={found} if the gradient reduction should cross them"
+    if (found := len(groups)) != num_slices:
+        fix = f"set num_slices={found}, and dcn_data_parallelism={found} if the gradient reduction should cross them"
         problem = f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
-        raise ConfigError(problem, key=key, nearest=(found,))
+        raise ConfigError(problem, key="num_slices", nearest=(found,))
     within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
     # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
     split = devices[0].platform == "tpu"
     arranged = [mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split) for group in groups]
     blocks = np.stack(arranged).reshape(*between, *within)
-    n = len(names)
-    order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
+    order = np.arange(2 * len(names)).reshape(2, -1).T.ravel()
     return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])
 
 
@@ -245,10 +241,7 @@ def manual_size(name: str) -> int:
 
 
 def without_manual_axes(sharding: Any) -> Any:
-    """Return a NamedSharding or PartitionSpec without the axes that are manual or mapped here; None if nothing is left.
-
-    A manual axis already has its part of the array on each device, so a constraint cannot name it.
-    """
+    """Return a NamedSharding or PartitionSpec without the axes that are manual or mapped here; None if nothing is left."""
     context = jax.sharding.get_abstract_mesh()
     manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -292,8 +285,8 @@ _num_patched = 0
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
 
-    Models constrain activations over the data axis, which JAX refuses there, and it has no hook for that. So its function is
-    replaced, for this thread, until the last context ends.
+    Models constrain activations over the data axis, which JAX refuses there, without a hook. So its function is replaced, for
+    this thread, until the last context ends.
     """
     global _num_patched
     with _patch_lock:

@@ -32,10 +32,9 @@ def split_model(
     """Return a training state with a model's parameters, and its loss as a pure function for `train_step`.
 
     Args:
-        model: the model. Variables that are not parameters, such as batch statistics, are carried from microbatch to
-            microbatch in `TrainState.mutable`, on each replica its own. At the end of a step, floating-point variables become
-            their mean over the replicas and integers their maximum: return counts of rows in `aux`, which is a sum. Take sown
-            intermediates in the loss function, with `nnx.pop`.
+        model: the model. Variables that are not parameters, such as batch statistics, are carried in `TrainState.mutable`, on
+            each replica its own. At the end of a step, floating-point variables become their mean over the replicas and
+            integers their maximum: return counts of rows in `aux`. Take sown intermediates in the loss, with `nnx.pop`.
         loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
             row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
             with the key of its first row; masks from `keys` do not depend on how the batch is split. The mode of the model

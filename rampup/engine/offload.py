@@ -28,11 +28,11 @@ class ProgramMemory:
 
     arguments: int
     outputs: int
-    aliased: int
+    aliased: int  # results that are written into the memory of donated arguments
     temporary: int
     code: int
-    host: int = 0
-    peak: int | None = None
+    host: int = 0  # arguments and results in host memory, which the others leave out
+    peak: int | None = None  # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts fragmentation twice
 
     @property
     def total(self) -> int:

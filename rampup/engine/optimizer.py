@@ -20,16 +20,14 @@ from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
-# `muon` has the matrices of the hidden layers in Muon, and everything else in AdamW.
 KINDS = ("adamw", "sgd", "muon")
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning rate and one weight decay serve both
 # (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
 
 
-# What a program knows of a `ClockSegment`. Those of a planned ramp are a constant table in which every step looks up its own.
-# If the ramp is decided during the run, the numbers of the step's segment are an argument (`FollowingOptimizer`). Sample counts
-# do not fit into int32, so a segment has the progress before it and per step.
+# What a program knows of a `ClockSegment`: of a planned ramp, a constant table in which every step looks up its own; of one
+# that is decided during the run, an argument (`FollowingOptimizer`). Sample counts do not fit into int32, but progress does.
 SegmentNumbers = Mapping[str, Any]
 _SEGMENT_TYPES = {
     "start_step": np.int32,
@@ -49,8 +47,7 @@ class LearningRate:
     """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
 
     Attributes:
-        plan: the plan. In each segment of its `clock`, the schedule's progress is linear in the step, and its batch scaling and
-            Seesaw's level are constant.
+        plan: the plan, whose `clock`, batch scaling and Seesaw it follows.
         peak: learning rate after the warm-up, for the batch of the last phase.
         kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
         warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
@@ -190,7 +187,7 @@ class FollowingOptimizer(optax.GradientTransformationExtraArgs):
 
 
 class MomentMasses(NamedTuple):
-    """The divisors that make AdamW's moments unbiased: 1 minus the product of all decay rates so far, of `mu` and of `nu`."""
+    """The divisors that make moments unbiased: 1 minus the product of all decay rates, 1 - b**count if b is constant."""
 
     b1: jax.Array
     b2: jax.Array
@@ -199,10 +196,7 @@ class MomentMasses(NamedTuple):
 def scheduled_adamw(
     learning_rate: optax.ScalarOrSchedule, adam: Callable[[Any], dict[str, Any]]
 ) -> optax.GradientTransformation:
-    """Return AdamW whose constants change from phase to phase, in one program.
-
-    It divides the moments by `MomentMasses`; `optax.adamw` divides by 1 - b**count, which holds for a constant b alone.
-    """
+    """Return AdamW with constants that change from phase to phase, in one program, and the divisors `MomentMasses`."""
     rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
 
     def init(params: Any) -> Any:
@@ -255,13 +249,12 @@ def make_optimizer(
     """Return an optimizer: clipping by global norm, then AdamW, SGD or Muon.
 
     Args:
-        learning_rate: a number, or a schedule over optimizer steps such as `LearningRate`.
+        learning_rate: a number, or a schedule such as `LearningRate`.
         kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101), `sgd`, or `muon` (Jordan et al. 2024; `optax.contrib.muon`),
             with AdamW for what is no matrix.
         b1, b2, eps, weight_decay: AdamW's constants. Muon has the same eps and weight decay, and a momentum of 0.95.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
-        mu_dtype, nu_dtype: types in which AdamW stores its moments between steps; None = those of the parameters. If one is
-            given, both are updated in at least float32.
+        mu_dtype, nu_dtype: types in which AdamW stores its moments, updated in float32; None = those of the parameters.
         adam: AdamW's constants by phase, such as an `AdamSchedule`, instead of those above.
         matrices: for `muon`, returns the `optax.contrib.MuonDimensionNumbers` of each parameter, or None for AdamW; None = all
             arrays of two dimensions are matrices.
@@ -281,7 +274,12 @@ def make_optimizer(
         if adam is not None or nu_dtype is not None:
             name = "batch_scaling" if adam is not None else "nu_dtype"
             raise ConfigError(f"{name} changes how AdamW works, which opt_type=muon runs for a part of the model", key=name)
-        return optax.chain(*clipping, _muon(learning_rate, b1, b2, eps, weight_decay, mu_dtype, matrices))
+        if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
+            problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
+            raise MissingDependencyError(problem, key="opt_type")
+        constants = {"adam_b1": b1, "adam_b2": b2, "adam_weight_decay": weight_decay, "eps": eps, "weight_decay": weight_decay}
+        options = {"muon_weight_dimension_numbers": matrices, "mu_dtype": mu_dtype, "consistent_rms": MUON_RMS}
+        return optax.chain(*clipping, optax.contrib.muon(learning_rate, **constants, **options))
     if kind == "sgd":
         tx = optax.sgd(learning_rate)
     elif adam is not None:
@@ -289,18 +287,6 @@ def make_optimizer(
     else:
         tx = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return optax.chain(*clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype))
-
-
-def _muon(
-    rate: Any, b1: float, b2: float, eps: float, weight_decay: float, mu_dtype: Any, matrices: Callable[[Any], Any] | None
-) -> optax.GradientTransformation:
-    """Return Muon with AdamW for the rest, or refuse an Optax without `consistent_rms`."""
-    if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
-        problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
-        raise MissingDependencyError(problem, key="opt_type")
-    adam = {"adam_b1": b1, "adam_b2": b2, "adam_weight_decay": weight_decay}
-    muon = {"muon_weight_dimension_numbers": matrices, "consistent_rms": MUON_RMS}
-    return optax.contrib.muon(rate, eps=eps, weight_decay=weight_decay, mu_dtype=mu_dtype, **adam, **muon)
 
 
 def optimizer_from_config(

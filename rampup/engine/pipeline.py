@@ -23,13 +23,11 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 #     at tick t, stage s runs the backward of microbatch t - 2(p - 1) + s.
 # Length. The last backward is that of m - 1 on stage 0 at tick m - 1 + 2(p - 1): there are m + 2(p - 1) ticks. m + p - 1 of
 # them have a forward on some stage and m + p - 1 have a backward. The exchange at its end makes a tick as long as its longest
-# stage, so a pass takes (m + p - 1)(tF + tB), if tF and tB are the times of a stage's forward and backward, with what it
-# computes again.
+# stage, so a pass takes (m + p - 1)(tF + tB), if tF and tB are the times of a stage's forward and backward.
 #
 # Memory. A backward needs the input of its forward, 2(p - 1 - s) ticks earlier on stage s. Stage 0 waits longest: when it runs
 # the backward of k, it has already run the forwards up to k + 2(p - 1), and the inputs of k to k + 2(p - 1) are alive. So a
-# ring buffer of 2p - 1 slots, with microbatch k in slot k mod (2p - 1), never overwrites an input that is still needed. Its
-# size does not depend on m. All stages run the same program, so every stage has a buffer of this size.
+# ring buffer of 2p - 1 slots, with microbatch k in slot k mod (2p - 1), never overwrites an input that is needed, for any m.
 #
 # With v repeats (interleaved schedule), the layers are split into v * p chunks, and chunk r * p + s is the r-th one of stage s.
 # A microbatch passes through all stages v times: p ticks after it entered stage 0 it arrives there again. In between, stage 0
@@ -93,8 +91,7 @@ class PipelinedLoss:
 
     Attributes:
         first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one
-            microbatch on one replica, and `keys` one random key per row. x is a pytree of floating-point arrays; positions and
-            the like belong in the batch.
+            microbatch on one replica, and `keys` one random key per row. x is a pytree of floating-point arrays.
         stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types.
             `first_layer` is the index in the model of the first of `layers`.
         last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers: sums over the rows.
@@ -104,10 +101,8 @@ class PipelinedLoss:
             up to 2*v*p - 1 chunks per stage.
         skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run the
             first and the last part. This can deadlock if the compiler puts a collective over another axis, such as fsdp or
-            tensor, inside the branch. False: every stage computes everything in every tick, and drops the results of
-            placeholders. None: True if all axes but `stage` and those of the replicas have size 1.
-        batch_axes: the mesh axes of the rows; None = data and fsdp.
-        reduction_dtype, accumulator_dtype: see `rampup.engine.accumulate.AccumulatedLoss`.
+            tensor, inside the branch. False: every stage computes everything in every tick. None: True without such axes.
+        batch_axes, reduction_dtype, accumulator_dtype: see `rampup.AccumulatedLoss`.
     """
 
     first: Callable[..., Any]
@@ -141,24 +136,14 @@ class PipelinedLoss:
 
 
 def pipeline_sums(
-    loss: PipelinedLoss,
-    params: Params,
-    rows: tuple[Any, jax.Array],
-    counts: tuple[jax.Array | int, jax.Array | int],
-    recipe: Recipe,
-    mesh: Mesh,
-    param_shardings: Any = None,
+    loss: PipelinedLoss, params: Params, rows: Any, counts: Any, recipe: Recipe, mesh: Mesh, param_shardings: Any = None
 ) -> Sums:
-    """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
-
-    `rows` are the batch and its keys in a buffer of K microbatches. `counts` are the microbatches of a pass and the passes,
-    whose product is at most K. Gradients take `param_shardings`; None = forward only.
-    """
+    """Sum loss and gradients over microbatches through the pipeline, or without `param_shardings` the loss alone."""
     if recipe.mutable is not None:
         raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
     # As in the program below, a `jax.shard_map` of the loss finds the mesh.
     with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
-        check_shapes(loss, params, *rows, mesh, measures_noise=recipe.noise is not None)
+        check_shapes(loss, params, rows[0], rows[1], mesh, measures_noise=recipe.noise is not None)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, recipe: Recipe) -> Sums:
         stage = Stage(loss, layers, shared, rows, mesh, recipe, param_shardings)
@@ -338,11 +323,7 @@ class Stage:
                 return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
 
         def backward(t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
-            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the one to send.
-
-            y is the activation of this tick's forward. The last chunk uses it with a remat policy: there, it is that of this
-            unit.
-            """
+            """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums and the gradient to send."""
             with jax.named_scope("backward_tick"):
                 unit = t - self.lag - (self.p - 1 - self.s)
                 is_real, k, turn = unit_of(unit)
@@ -477,8 +458,8 @@ class Stage:
 class Pullback:
     """How the pullback of a chunk is made of the inputs of the chunk and of what its forward keeps, with a remat policy.
 
-    A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs. Those that are inputs of the chunk, the same
-    objects, are known in the backward, so the ring buffer keeps only the others. All traces of a chunk have this structure.
+    The leaves of a pullback of `jax.vjp` are the values that it needs. Those that are inputs of the chunk, the same objects,
+    are known in the backward, so the ring buffer keeps only the others. All traces of a chunk have this structure.
     """
 
     def __init__(self, pullback: Any, inputs: Any) -> None:

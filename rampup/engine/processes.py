@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError
 
 FOLDER = "rampup"
-# Seconds after which a process says for whom it waits, at the start and at a meeting before a program, and then says so again.
+# Seconds after which a process says for whom it waits, at the start and at a meeting, and then says so again.
 _QUIET_SECONDS = 10.0
 _QUIET_SECONDS_OF_MEETING = 30.0
 _AGAIN_SECONDS = 60.0
@@ -57,10 +57,7 @@ def gather_from_all(value: str) -> list[str]:
 
 
 def first_problem(problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS) -> str:
-    """Return the first problem of a process, in every process, or "". They call this equally often, and within `seconds`.
-
-    A thread beside the main one gives a name, the same in all processes, and is quiet while it waits.
-    """
+    """Return the first problem of a process, in every process, or "". A thread beside the main one has a name, and is quiet."""
     if jax.process_count() == 1:
         return problem
     folder = name or f"problem{next(_problem_numbers)}"
@@ -77,10 +74,7 @@ def check_joined() -> None:
 
 
 def wait_for_all(mesh: Mesh) -> None:
-    """Wait until all processes are here, if the mesh has devices of all. They call this equally often, before each new program.
-
-    JAX's collectives between CPUs fail if another process comes 30 s later, and imports and compilations may take longer.
-    """
+    """Wait until all processes are here, if the mesh has devices of all: JAX's collectives between CPUs fail after 30 s."""
     count = jax.process_count()
     if count > 1 and len({device.process_index for device in mesh.devices.flat}) == count:
         check_joined()
@@ -108,7 +102,7 @@ def _gather(
 
 @contextlib.contextmanager
 def announced(words: str, quiet_seconds: float | None = None) -> Iterator[SimpleNamespace]:
-    """Say on standard error what this process waits for if the context takes long. Its words can be changed meanwhile."""
+    """Say on standard error what this process waits for, in words that can be changed, if the context takes long."""
     waiting, done = SimpleNamespace(words=words), threading.Event()
 
     def announce() -> None:

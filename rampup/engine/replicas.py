@@ -1,8 +1,7 @@
 """How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here.
 
-A replica is a group of devices that together have the parameters once. The data axis is not the compiler's, which would reduce
-the gradient inside the loop, once per microbatch; each replica adds up its own rows and reduces once, after it. Over fsdp and
-the other axes the compiler gathers and reduces, once per microbatch. `Recipe.aggregate` reduces what is not a gradient.
+A replica is a group of devices that together have the parameters once. It adds up its own rows and reduces once, after the
+loop. Over fsdp and the other axes the compiler gathers and reduces, once per microbatch. `Recipe.aggregate` reduces the rest.
 
 ========  =======================================================  ========================================================
 way       when                                                     the sum over microbatches runs

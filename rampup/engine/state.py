@@ -110,11 +110,9 @@ def create_state(
 
     Args:
         params: the parameters. Those on the mesh keep their sharding, others are replicated.
-        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the `TrainStep`. Its state takes the sharding of
-            the parameters that it mirrors.
-        mesh: the devices.
+        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the `TrainStep`.
         mutable, frozen: see `TrainState`.
-        shard_optimizer_over_data, batch_axes: see `train_step`.
+        mesh, shard_optimizer_over_data, batch_axes: see `train_step`.
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     for name, tree in {"params": params, "mutable": mutable, "frozen": frozen}.items():
@@ -141,10 +139,8 @@ def prepare_state(
 ) -> Any:
     """Return a copy of a training state, such as a stock Flax `TrainState`, with all leaves on the mesh and `step` as int32.
 
-    Args:
-        state: has `step`, `params` and `opt_state`, as `flax.training.train_state.TrainState` has; see `TrainState`.
-        mesh: the devices. Leaves on the mesh keep their sharding, others are replicated.
-        shard_optimizer_over_data, batch_axes: see `train_step`. `opt_state` is sharded over the replicas too.
+    Leaves on the mesh keep their sharding, others are replicated. For what a state may be see `TrainState`, and for the options
+    `train_step`.
     """
     check_arguments("prepare_state(state, mesh)", mesh=mesh)
     check_state(state)
@@ -300,11 +296,7 @@ def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
 
 
 def _without_aliases(state: Any, given: Any) -> Any:
-    """Return a state in which every leaf has buffers of its own, as donation requires.
-
-    A leaf may share its buffers with the caller's arrays `given`, as JAX keeps shards that are where they belong, or with
-    another leaf, as an optimizer's state may contain the parameters.
-    """
+    """Return a state in which every leaf has buffers of its own, as donation requires: none of `given`, or of another leaf."""
 
     def buffers(leaf: jax.Array) -> set[int]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

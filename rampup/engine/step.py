@@ -97,14 +97,12 @@ def train_step(
         wait_for_compilation: start every phase in its planned microbatch shape. False: run in the shape of an earlier phase
             until the program is compiled, so two runs are not equal bit for bit. None: True if there are several processes.
         measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, for
-            `rampup.NoiseScale`. Needs the engine `fused` and at least two blocks in every step, where a block is one microbatch
-            on one replica.
+            `rampup.NoiseScale`. Needs the engine `fused` and in every step at least two microbatches or replicas.
         whole_batch: the loss sees all rows of a step, for one in which rows interact: a contrastive loss, normalization over
             the batch, a quotient of sums. Take the batches from the step: they are one microbatch each. Each batch size has a
             program of its own, and needs the memory of its whole batch. Also True if the plan has whole batches.
         check_loss: in step 0, warn with `rampup.LossWarning` of a loss that is not a sum over rows, as `rampup.check_loss`
-            finds it on four rows of the batch; of rows that interact only if a batch may be split. For models with at most 20
-            million parameters, in a single process, and not with `whole_batch`.
+            finds it, for models with at most 20 million parameters, in a single process, and not with `whole_batch`.
 
     Example:
         >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
@@ -298,11 +296,7 @@ class TrainStep:
         )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
-        """Return the batch of one optimizer step, from arrays that already contain its rows.
-
-        Args:
-            rows: a pytree of arrays (rows, ...); with several processes, the rows of this one.
-            step: the optimizer step, such as `state.step`; None = the one after the last call, or 0.
+        """Return the batch of a step, by default that after the last call, from arrays (rows, ...) of this process's rows.
 
         Raises:
             DataError: not as many rows as the plan has at this step.
@@ -339,7 +333,7 @@ class TrainStep:
         earlier phase. With `wait_for_compilation`, the engine `multi_steps`, or one microbatch shape, it is the planned split.
 
         The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
-        Several processes would decide at different steps, as each dispatches steps ahead of the devices. Therefore they wait.
+        Several processes would decide at different steps. Therefore they wait.
 
         At a step, a microbatch size is `new`, `used`, or, in a run that is replayed, `later` if a later step changes to it. A
         fallback is a size in use: another one would have to be compiled as well.
@@ -379,7 +373,7 @@ class TrainStep:
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
         """Return the program of the engine `fused` for a split of the plan, a `jax.stages.Lowered`.
 
-        `state` is the training state, or its shapes and shardings as `jax.ShapeDtypeStruct`, and `row` a row, or its shapes.
+        `state` may be shapes and shardings, as `jax.ShapeDtypeStruct`, and `row` the shapes of one.
         """
         layout = layout_of(self._plan, split, row_size(row))
         array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
@@ -390,11 +384,7 @@ class TrainStep:
         return self._lower_program(Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment)
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
-        """Return what the optimizer computes, and for two rows the loss function, as jaxprs, which no device or split changes.
-
-        A loss of a class of its own is left out, and so is a loss function that takes no two rows without a mesh. The arguments
-        may be shapes.
-        """
+        """Return what the optimizer computes, and for two rows the loss function, if it can be traced, as jaxprs."""
 
         def loss(state: Any, rows: Any, keys: Any) -> Any:
             bound: Any = self._update.bound_loss(state)

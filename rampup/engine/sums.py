@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,28 +12,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rampup.engine.gradient_noise import NoiseMeter, NoiseSums
+from rampup.errors import ConfigError
 
 
 class Sums(NamedTuple):
-    """Sums over all rows of an optimizer step.
+    """Sums over all rows of an optimizer step."""
 
-    Attributes:
-        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters, or with ZeRO-1
-            like each replica's part of them; or None. If the loss has several parts, the gradient of `mean_loss` times the
-            largest weight.
-        loss: sum of the losses; a tuple if the loss has several parts.
-        weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss. A tuple with `loss`.
-        aux: sums of the other results of the loss function.
-        mutable: the state that the loss function carries from microbatch to microbatch, or None.
-        noise: sums of squares over the blocks (a microbatch on a replica), if the gradient noise is measured.
-    """
-
+    # Gradient of `loss`, not of the mean, at least in float32, sharded like the parameters, or with ZeRO-1 like each replica's
+    # part of them; or None. If the loss has several parts, the gradient of `mean_loss` times the largest weight.
     grads: Any
-    loss: jax.Array
-    weight: jax.Array
+    loss: jax.Array  # a tuple if the loss has several parts
+    weight: jax.Array  # for instance the number of tokens; a tuple with `loss`
     aux: Any
-    mutable: Any = None
-    noise: NoiseSums | None = None
+    mutable: Any = None  # the state that the loss function carries from microbatch to microbatch
+    noise: NoiseSums | None = None  # over the blocks, if the gradient noise is measured
 
     @property
     def mean_loss(self) -> jax.Array:
@@ -55,19 +47,11 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a loss is given besides parameters and rows, to add up `Sums`: what else to sum, and how to sum over the replicas.
+    """What a loss is given besides parameters and rows: what else to sum. A pytree, as its arrays are arguments of programs."""
 
-    It is a pytree, as its arrays are arguments of the functions that are manual or mapped over the replicas.
-
-    Attributes:
-        mutable: what the loss function carries from microbatch to microbatch, as it is before the first one; or None.
-        noise: measures the squares of the gradients; or None.
-        scale: a factor of the loss in the gradients, which keeps small ones of float16 from vanishing; or None.
-    """
-
-    mutable: Any = None
-    noise: NoiseMeter | None = None
-    scale: Any = None
+    mutable: Any = None  # what the loss function carries, as it is before the first microbatch
+    noise: NoiseMeter | None = None  # measures the squares of the gradients
+    scale: Any = None  # a factor of the loss in the gradients, which keeps small ones of float16 from vanishing
 
     def scaled(self, loss: Any) -> Any:
         """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
@@ -169,6 +153,17 @@ def has_integers(params: Any) -> bool:
 def floating(tree: Any, params: Any) -> Any:
     """Return a tree like the parameters with None in the place of integers; None for None."""
     return None if tree is None else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+
+
+def split_trained(params: Any) -> tuple[Any, Any]:
+    """Return the parameters that are trained, with None in the place of integers, and those integers, if there are any."""
+    if isinstance(params, Mapping) and (key := "_overwrite_with_gradient") in params:
+        problem = f"params[{key!r}], of Flax's float8 layers, takes its gradients as new values"
+        fix = "use rampup.microbatches and rampup.multi_steps with a step of your own, or train in bfloat16"
+        raise ConfigError(f"{problem}, and a step sums them over microbatches; {fix}", key="params")
+    if not has_integers(params):
+        return params, None
+    return floating(params, params), jax.tree.map(lambda p: None if is_floating(p) else p, params)
 
 
 def fill(tree: Any, values: Any) -> Any:

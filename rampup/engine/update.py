@@ -46,19 +46,9 @@ class Update:
     has_explicit: bool = False  # the loss function sees Explicit axes
 
     def fused(
-        self,
-        shardings: Any,
-        state: Any,
-        frozen: Any,
-        chunks: tuple[Any, ...],
-        counts: Counts,
-        segment: SegmentNumbers | None = None,
+        self, shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts, segment: Any = None
     ) -> tuple[Any, Metrics]:
-        """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
-
-        `chunks` are arrays that are (K, R, ...) when joined. `counts` are the microbatches of a pass and the passes, whose
-        product is at most K. `segment` is for a `FollowingOptimizer`.
-        """
+        """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment` is for a `FollowingOptimizer`."""
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
@@ -76,9 +66,8 @@ class Update:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
                 problem = f"`sums_and_grads` of {type(loss).__name__} does not use `recipe.noise`"
-                fix = "see rampup.engine.contract.SummableLoss"
-                key = "measure_gradient_noise"
-                raise ConfigError(f"{key}=true: {problem}; {fix}", key=key, nearest=(False,))
+                problem = f"measure_gradient_noise=true: {problem}; see rampup.engine.contract.SummableLoss"
+                raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
             else:
                 with jax.named_scope("gradient_noise"):
                     measured = recipe.noise.metrics(sums.noise, grads, sums.weight)
@@ -95,8 +84,7 @@ class Update:
         mutable = sums.mutable
         scale = getattr(state, "dynamic_scale", None)
         if self.skip_nonfinite or scale is not None:
-            # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
-            # The selection reads the whole state once more, so a step of weight 0 alone is no reason to have it.
+            # Decided on the device: compute the update anyway and select the old values, which reads the whole state once more.
             is_finite = _is_finite(sums, grads, state)
             metrics["skipped"] = ~is_finite
             new = select_step(is_finite & sums.has_weight, new, state)
@@ -115,11 +103,7 @@ class Update:
     def multi_steps(
         self, shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
     ) -> tuple[Any, Metrics]:
-        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; the last of a step runs the optimizer.
-
-        `so_far` are the metrics of the step's earlier microbatches, at first `zero_metrics`, and `first_row` the index of the
-        first row in the global batch, for the random keys.
-        """
+        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are the metrics of the step before it."""
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss = self.bound_loss(state, shardings)
@@ -151,8 +135,7 @@ class Update:
             new = self.run_optimizer(state, grads, metrics["loss"])
         opt_state = new.opt_state
         if self.skip_nonfinite or hasattr(state, "apply_gradients"):
-            # MultiSteps emits zero updates before the last microbatch, but a state may do more than apply them. A step that is
-            # dropped takes the old inner state; the counters of MultiSteps always advance.
+            # Before the last microbatch updates are zero, but a state may do more than apply them. The counters always advance.
             keep = self.tx.has_updated(opt_state)
             if self.skip_nonfinite:
                 keep &= ~metrics["skipped"] & (weight != 0)
@@ -244,11 +227,7 @@ def eval_sums(
 
 
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
-    """Return a state after a step, or a part of it, if the step is kept (a traced bool), else the one before.
-
-    Schedules move on, so that a skipped step does not shift the learning rate: `optax.scale_by_schedule` and
-    `optax.inject_hyperparams`. Other counts stay, such as Adam's.
-    """
+    """Return a state after a step, or a part of it, if it is kept, else the one before, with schedules that have moved on."""
 
     def select(new: Any, old: Any) -> Any:
         if isinstance(new, optax.ScaleByScheduleState):

@@ -25,8 +25,8 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
 
     With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
     grouped convolutions wrongly. So `run` is traced, backward pass included, and their operands are replicated over those axes.
-    With fewer, the trace stays as it is, unless it has a `shard_map` or a sum over an axis of one device, which is manual
-    already: then it is traced with those axes automatic, and evaluated without them.
+    With fewer, it is only if it has a `shard_map` or a sum over axes of one device, which are manual already, and is traced
+    with those axes automatic.
     """
     num_automatic = sum(size > 1 and name not in manual for name, size in mesh.shape.items())
 
@@ -63,10 +63,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
 
 
 def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes.
-
-    An axis that is not manual is a NameError; a `shard_map` over a manual one is a ValueError.
-    """
+    """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes: unbound, or manual."""
 
     def either(*args: Any) -> Any:
         try:
@@ -179,10 +176,7 @@ def _automatic_axes() -> set[str]:
 def _run_manually(
     run: Callable[[Sequence[Any]], list[Any]], in_specs: Sequence[Any], out_specs: Sequence[Any], inputs: list[Any]
 ) -> list[Any]:
-    """Return the results of a function of a list within the `shard_map` that is traced here: manual over all axes.
-
-    XLA aborts the process if an automatic axis is before a manual one. Along it, the devices repeat the computation.
-    """
+    """Run a function of a list manually over all axes: XLA aborts if an automatic axis is before a manual one."""
     automatic = _automatic_axes()
     if not automatic:
         return run(inputs)

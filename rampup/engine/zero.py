@@ -1,11 +1,10 @@
 """ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
 
 A step reduce-scatters the gradients once, after the last microbatch. The compiler runs the optimizer on the parts, as on any
-sharded array, so every optimizer stays correct. Then one all-gather gives all replicas the new parameters. The parts of all
-arrays that are not sharded over other axes travel in one buffer, and so in one collective; the others have one each.
+sharded array, so every optimizer stays correct. Then one all-gather gives all replicas the new parameters. The parts of arrays
+that are not sharded over other axes travel in one buffer, so there is one collective for them.
 
-The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn,
-with the bytes of one reduce-scatter, about half of those of an all-reduce.
+The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn.
 """
 
 from __future__ import annotations
@@ -153,16 +152,13 @@ def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
 
 @functools.cache
 def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
-    """Return the devices along some axes by their place in a TPU torus if a reduce-scatter must run per side, else None.
-
-    It must if they are all chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu 0.0.50). Each place on
-    the other axes must be another slice.
-    """
+    """Return the devices along some axes by their place in a TPU torus if a reduce-scatter must run per side, else None."""
     first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
     size = math.prod(mesh.shape[name] for name in names)
     groups = np.moveaxis(mesh.devices, first, range(len(first))).reshape(size, -1).T
     places = [[place_of(device) for device in group] for group in groups]
     slices = [{place and place[0] for place in group} for group in places]
+    # Each place on the other axes must be another slice.
     if any(len(found) > 1 or None in found for found in slices) or len(set.union(*slices)) < len(slices):
         return None
     torus, *others = [_torus(np.array(group)[:, 1:]) for group in places]
@@ -180,6 +176,7 @@ def _torus(coordinates: np.ndarray) -> np.ndarray | None:
     # The side that changes least from one device to the next comes first: the parts are mostly in order then.
     sides.sort(key=lambda side: -np.argmax(side != side[0]))
     sizes = [int(np.max(side)) + 1 for side in sides]
+    # All chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu 0.0.50).
     is_whole = len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
     if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
         return None

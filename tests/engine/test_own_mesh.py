@@ -170,9 +170,7 @@ def test_parameters_of_an_equal_mesh_keep_their_sharding():
         other = jax.make_mesh((4, 2), ("data", name), axis_types=(AxisType.Auto,) * 2)
         param = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(other, PartitionSpec(None, name)))
         if name == "y":
-            with pytest.raises(
-                rampup.ConfigError, match=r"which the axes .* cannot express; place it on this mesh"
-            ):
+            with pytest.raises(rampup.ConfigError, match=r"which the axes .* cannot express; place it on this mesh"):
                 rampup.create_state({"w": param}, optax.sgd(0.1), ours)
         else:
             state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)
