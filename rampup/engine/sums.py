@@ -47,7 +47,7 @@ class Sums(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a loss is given besides parameters and rows: what else to sum. A pytree, as its arrays are arguments of programs."""
+    """What a loss is given besides parameters and rows: what else to sum, and how. A pytree, as its arrays are arguments."""
 
     mutable: Any = None  # what the loss function carries, as it is before the first microbatch
     noise: NoiseMeter | None = None  # measures the squares of the gradients

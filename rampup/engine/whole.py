@@ -25,8 +25,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
 
     With two or more automatic axes of several devices, XLA aborts the process at most gathers and scatters, and computes some
     grouped convolutions wrongly. So `run` is traced, backward pass included, and their operands are replicated over those axes.
-    With fewer, it is only if it has a `shard_map` or a sum over axes of one device, which are manual already, and is traced
-    with those axes automatic.
+    With fewer, that is done only for a `shard_map` or a sum over axes of one device: traced as automatic, they are left out.
     """
     num_automatic = sum(size > 1 and name not in manual for name, size in mesh.shape.items())
 

@@ -174,17 +174,16 @@ def test_evaluation_drops_what_a_loss_carries():
 
     batch, options = {"x": jnp.ones((1, 2))}, {"mesh": mesh, "mutable": FrozenDict(n=jnp.float32(0))}
     assert AccumulatedLoss(loss_fn).eval_sums(params, batch, None, jnp.int32(1), **options).weight > 0
-    with pytest.raises(ConfigError, match="changed the structure"):
-        accumulate(loss_fn, params, batch, 1, **options)
+    for loss, words in ((loss_fn, "changed the structure"), (linear_loss, "cannot be called with 4 arguments")):
+        with pytest.raises(ConfigError, match=words):
+            accumulate(loss, params, batch, 1, **options)
 
 
 CARRIED = {"n": np.float32(0)}
 
 
 def test_carried_values_are_merged_to_the_same_on_all_replicas():
-    """Each replica carries its own from microbatch to microbatch. At the end, numbers are averaged, constants and infinities
-    stay bit for bit; counters and flags become their maximum; keys stay.
-    """
+    """At the end, numbers are averaged, constants and infinities stay, counters and flags become their maximum; keys stay."""
     mesh = make_mesh(MeshAxes(data=3, tensor=2), jax.devices()[:6])
     batch = jax.device_put({"x": np.array([[7, 1, 4], [9, 2, 1], [0, 0, 0]], np.float32)}, batch_sharding(mesh, leading=1))
     start = {"z": jnp.complex64(1j), "count": jnp.uint8(2), "large": jnp.bool(False), "key": jax.random.key(3)}

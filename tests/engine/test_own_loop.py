@@ -99,12 +99,6 @@ def test_wrong_arguments_are_named():
             rampup.train_step(*arguments, plan_for(mesh), mesh)
 
 
-def test_loss_function_without_mutable_is_refused():
-    """A loss that takes no fourth argument is refused in words."""
-    with pytest.raises(ConfigError, match="cannot be called with 4 arguments"):
-        train(*start(mutable={"n": jnp.zeros(())}))
-
-
 def test_plan_beyond_int32_steps_is_refused():
     """A plan with more steps than a device can count is refused when the step is made."""
     plan = dataclasses.replace(plan_for(mesh_of("one")), total_steps=2**31)

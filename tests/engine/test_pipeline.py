@@ -32,11 +32,7 @@ DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 @functools.cache
 def problem():
-    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts.
-
-    The activations are a pytree of two arrays; `batch["bias"]` belongs to the microbatch and is used in every layer, and the
-    weights of the tokens differ.
-    """
+    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts."""
     rng = np.random.default_rng(0)
     layers = {"kernel": rng.normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, "bias": np.zeros((LAYERS, WIDTH))}
     params = jax.tree.map(jnp.asarray, {"layers": layers, "embedding": rng.normal(size=(WORDS, WIDTH))})
@@ -210,10 +206,7 @@ def test_memory_does_not_grow_with_the_microbatches():
 
 @pytest.mark.parametrize(("p", "v", "m"), [slow(4, 1, 16), (4, 2, 16), slow(2, 3, 12)])
 def test_a_tick_has_two_permutes_and_a_step_one_reduction(p, v, m):
-    """The loop runs the documented ticks: v*m + p - 1 forward, and v*p - 1 more for the last backward.
-
-    It has one permute of activations and one of gradients (per leaf), and no all-reduce. One follows the loop.
-    """
+    """The loop runs the documented ticks, with a permute of activations and one of gradients (per leaf), and no all-reduce."""
     executable, _ = compiled(problem()[3](num_repeats=v), m, MeshAxes(pipeline=p, data=2))
     text = executable.as_text()
     assert v * m + p - 1 + v * p - 1 in map(int, re.findall(r'known_trip_count":\{"n":"(\d+)"', text))

@@ -206,10 +206,7 @@ LINES = [[(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in ra
 
 
 def test_sides_of_a_torus(monkeypatch):
-    """A cube has three sides. One reduce-scatter is kept over two unequal sides, a line, and a part of a slice.
-
-    An axis over all chips of each of two slices has sides. One over both slices or over a part of one has none.
-    """
+    """A cube has three sides; two unequal sides, a line, a part of a slice and several slices keep one reduce-scatter."""
     monkeypatch.setattr(zero, "place_of", lambda device: device)
 
     def sides(chips, names=("data",), **shape):
