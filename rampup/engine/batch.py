@@ -88,10 +88,7 @@ def put_batch(
     chunk_size: int | None = None,
     name_row: Callable[[int], str] | None = None,
 ) -> Batch:
-    """Put the microbatches of a step on the devices as chunks of one shape; the last chunk is padded with zeros.
-
-    The rows `batch_nR` of this process must not change afterwards. `name_row` returns where one comes from, by its place.
-    """
+    """Put the microbatches of this process, which must not change afterwards, on the devices as chunks, padded with zeros."""
     leaves, structure = jax.tree.flatten(batch_nR)
     name_row = name_row or f"row {{:,}} of step {position.step:,}".format
     arrays = []

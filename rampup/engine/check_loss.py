@@ -98,7 +98,6 @@ def check_loss(loss_fn: LossFn | SummableLoss, state_or_params: Any, rows: Any, 
         state_or_params: the training state, with `mutable` and `frozen` if it has them, or the parameters.
         rows: at least two rows that differ, of which four are used: a pytree of arrays (rows, ...), a `Batch`, or a list or
             another source of single rows.
-        seed: seed of the random keys.
 
     Raises:
         ConfigError: the loss function breaks its contract in a way that every call shows, or sums by itself.

@@ -1,6 +1,6 @@
 """Compiles programs once, on request or in a background thread before they are needed, and with which options.
 
-JAX is imported only where something is compiled, so that a plan can name the options.
+JAX is imported only where something is compiled, so that a plan can name the options, and the table of TPUs only for one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rampup.plan.topology import CHIPS, Topology
+if TYPE_CHECKING:
+    from rampup.plan.topology import Topology
 
 Lower = Callable[[], Any]
 # Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast.
@@ -159,6 +160,8 @@ def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None =
 
 def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
     """Return the options for a TPU generation such as `v5p`, or JAX's name of it, but those set in the `flags` of libtpu."""
+    from rampup.plan.topology import CHIPS
+
     names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
     generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
     return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}

@@ -21,6 +21,7 @@ from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
 
 KINDS = ("adamw", "sgd", "muon")
+DecayStyle = Literal["linear", "cosine"]
 # Muon's updates have this root mean square, about that of AdamW's, so that one learning rate and one weight decay serve both
 # (Liu et al. 2025, arXiv 2502.16982, equation 4).
 MUON_RMS = 0.2
@@ -72,16 +73,19 @@ class LearningRate:
     warmup_fraction: float = 0.0
     final_fraction: float = 0.1
     decay_fraction: float = 0.1
-    decay_style: Literal["linear", "cosine"] = "linear"
+    decay_style: DecayStyle = "linear"
 
     def __post_init__(self) -> None:
         check_step_number(self.plan.total_steps)
 
     @classmethod
-    def from_config(cls, config: Any, plan: RampPlan, *, peak: float, **others: Any) -> Self:
-        """Return the schedule that the keys of base.yml and rl.yml describe, and `others`, attributes without such a key."""
+    def from_config(
+        cls, config: Any, plan: RampPlan, *, peak: float, decay_fraction: float = 0.1, decay_style: DecayStyle = "linear"
+    ) -> Self:
+        """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
         keys = {"kind": config.lr_schedule_type, "final_fraction": config.learning_rate_final_fraction}
-        return cls(plan=plan, peak=peak, warmup_fraction=config.warmup_steps_fraction, **keys, **others)
+        keys |= {"warmup_fraction": config.warmup_steps_fraction, "decay_fraction": decay_fraction}
+        return cls(plan=plan, peak=peak, decay_style=decay_style, **keys)
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32, in a segment, which None looks up in the plan."""
@@ -125,11 +129,7 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamSchedule:
-    """AdamW's constants as a function of the optimizer step, on the clock of a plan.
-
-    Attributes:
-        plan: the plan.
-        constants: the constants of every segment of the plan's clock, from `adam_constants`.
+    """AdamW's constants as a function of the optimizer step: those of every segment of a plan's clock.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter

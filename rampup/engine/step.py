@@ -72,10 +72,8 @@ def train_step(
             divided by its own weight over the whole step. That takes a pass over the weights before the first gradient, and the
             engine `fused`; the cotangents are then the largest weight divided by each. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
-        plan: which batch every step has.
-        mesh: the devices.
+        plan, mesh: which batch every step has, and on which devices.
         engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
-        seed: seed of the random keys.
         skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not finite, or whose weight is 0. Step
             number, rows and learning-rate schedule move on in every step; the rest is:
 
@@ -272,23 +270,30 @@ class TrainStep:
         self._returned = state.step, batch.position.step + 1
         return state, metrics
 
-    def batches(self, source: Any, start: Any = 0, stop: int | None = None, **options: Any) -> Iterator[Batch]:
-        """Yield the batch of every step from `start`, such as `state.step`, in the chunks and shapes of this training step.
-
-        The options are those of `step_batches`: `seed`, `num_epochs`, `batched`, `num_threads` and `read_ahead`.
-        """
+    def batches(
+        self,
+        source: Any,
+        start: Any = 0,
+        stop: int | None = None,
+        *,
+        seed: int | None = None,
+        num_epochs: int | None = None,
+        batched: bool | None = None,
+        num_threads: int = 2,
+        read_ahead: int = 4,
+    ) -> Iterator[Batch]:
+        """Yield the batch of every step from `start`, such as `state.step`, in the shapes of this step; see `step_batches`."""
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
 
-        return step_batches(source, self._plan, self._mesh, start=int(start), stop=stop, **options, **self._batch_options)
+        reading: dict[str, Any] = {"num_threads": num_threads, "read_ahead": read_ahead, **self._batch_options}
+        order: dict[str, Any] = {"start": int(start), "stop": stop, "seed": seed, "num_epochs": num_epochs}
+        return step_batches(source, self._plan, self._mesh, batched=batched, **order, **reading)
 
     def stream(
         self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool | None = None
     ) -> Iterator[Batch]:
-        """Yield the batch of every optimizer step from rows that come one after the other, as `stream_batches` does.
-
-        The source must start at the rows of step `start`, such as `state.step`.
-        """
+        """Yield the batch of every step from rows that come one after another, from those of `start`; see `stream_batches`."""
         from rampup.data.batches import stream_batches
 
         return stream_batches(
@@ -371,10 +376,7 @@ class TrainStep:
         return self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
-        """Return the program of the engine `fused` for a split of the plan, a `jax.stages.Lowered`.
-
-        `state` may be shapes and shardings, as `jax.ShapeDtypeStruct`, and `row` the shapes of one.
-        """
+        """Return the program of the engine `fused` for a split of the plan, from a state and a row, or from their shapes."""
         layout = layout_of(self._plan, split, row_size(row))
         array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
         chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
