@@ -20,7 +20,7 @@ import optax
 
 import rampup
 from rampup.batch_size.auto import AutoSchedule
-from rampup.batch_size.noise_scale import NoiseScale
+from rampup.batch_size.noise_scale import NoiseEstimate, NoiseScale
 from rampup.engine.processes import broadcast_from_process0, is_primary
 from rampup.errors import ResumeMismatchError, ResumeWarning
 from rampup.loop.events import BatchSizeDecided, OnEvent
@@ -162,6 +162,19 @@ class NoiseAverages(Component):
         return found
 
 
+def decide(
+    auto: AutoSchedule, noise: NoiseEstimate, step: int, line: Mapping[str, Any], on_event: OnEvent, *, sample: int
+) -> None:
+    """Decide about the batch after a number of steps, or rollouts, and samples, the same in all processes, and report it."""
+    before = auto.size
+    auto.decide(step=step, sample=sample, noise_scale=noise.low)
+    if jax.process_count() > 1:
+        # All compute the same averages; process 0 decides, in case rounding differs.
+        auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
+    outlook = auto.outlook(step=step, sample=sample, noise=noise)
+    on_event(BatchSizeDecided(step=line["step"], changed=auto.size != before, outlook=outlook))
+
+
 @dataclass(frozen=True, slots=True)
 class AutoBatch(Component):
     """Decides the batch size for `batch_size_schedule: auto`. `noise` must precede it in `Loop.components`.
@@ -188,13 +201,7 @@ class AutoBatch(Component):
         step = line["step"] + 1
         if not auto.is_due(step):
             return {}
-        before, noise = auto.size, self.noise.scales[""].in_samples
-        auto.decide(step=step, sample=line["consumed_samples"], noise_scale=noise.low)
-        if jax.process_count() > 1:
-            # All compute the same averages; process 0 decides, in case rounding differs.
-            auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
-        outlook = auto.outlook(step=step, sample=line["consumed_samples"], noise=noise)
-        self.on_event(BatchSizeDecided(step=step - 1, changed=auto.size != before, outlook=outlook))
+        decide(auto, self.noise.scales[""].in_samples, step, line, self.on_event, sample=line["consumed_samples"])
         return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": auto.size}
 
     def may_change_plan(self, done: int) -> bool:

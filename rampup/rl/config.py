@@ -328,13 +328,8 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
             microbatch = Size(count=count, unit=unit, scope="replica", key=name)
     try:
         axes = mesh_axes(config, num_devices)
-        policy = Training(
-            mini_batch=mini_batch,
-            microbatch=microbatch,
-            data_parallel_size=axes.data_parallel_size,
-            num_epochs=config.num_iterations,
-            num_stages=axes.pipeline,
-        )
+        shape = {"data_parallel_size": axes.data_parallel_size, "num_stages": axes.pipeline}
+        policy = Training(mini_batch=mini_batch, microbatch=microbatch, num_epochs=config.num_iterations, **shape)
         critic = replace(
             policy,
             mini_batch=prompts("critic_mini_batch_size") or mini_batch,
@@ -352,10 +347,8 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
             eval_prompts=config.eval_prompts,
             eval_samples_per_prompt=config.eval_num_generations,
             experience=Experience(
-                max_prompt_length=config.max_prompt_length,
-                max_response_length=config.max_response_length,
+                **{name: getattr(config, name) for name in ("max_prompt_length", "max_response_length", "token_dtype")},
                 reference=config.enable_reference_policy,
-                token_dtype=config.token_dtype,
                 value_dtype=config.experience_dtype,
             ),
         )
@@ -367,14 +360,7 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
 
 
 def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None) -> RolloutSchedule:
-    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule; see `build_rollout_plan`.
-
-    Example:
-        >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 5:16", num_batches=9, train_micro_batch_size=4)
-        >>> schedule = build_rollout_schedule(config, num_devices=1)
-        >>> [(first, plan.samples_per_step) for first, plan in schedule.stages], schedule.total_steps
-        ([(0, 64), (5, 128)], 9)
-    """
+    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule; see `build_rollout_plan`."""
     problems: list[RampupError] = []
     growth: dict[str, dict[int, int]] = {}  # of each size, by the first step that has it
     for name in ("batch_size", "num_generations"):
@@ -383,7 +369,6 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
         growth[name] = {0: largest}
         if text is None:
             continue
-        key = f"rl.{name}_schedule"
         is_auto = name == "batch_size" and config.is_auto
         rule = ""
         try:
@@ -400,7 +385,7 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
         except RampupError as error:
             rule = ": write the first size before auto, such as '0:8 auto'" if is_auto else f": {error}"
         if rule:
-            problems.append(ConfigError(f"{key}={text!r}{rule}", key=key))
+            problems.append(ConfigError(f"rl.{name}_schedule={text!r}{rule}", key=f"rl.{name}_schedule"))
     raise_together(problems)
     wanted = []
     for first in sorted({step for pairs in growth.values() for step in pairs}):

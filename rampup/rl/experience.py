@@ -108,9 +108,6 @@ def generalized_advantages(
     return advantages_SR.astype(np.float32), returns_SR.astype(np.float32)
 
 
-# --- the sizes of a step ---
-
-
 class Tally(NamedTuple):
     """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths."""
 
@@ -141,11 +138,6 @@ def divide_groups(
     """Return how many groups of some tokens, from the first on, a step trains on, and how many of those after them it carries.
 
     A full step has `most` groups, or with `token_batch_size` as many as fit; it then is one mini batch.
-
-    Example:
-        >>> sizes = {"most": 4, "mini_batch": 2, "partial_step": "carry"}
-        >>> divide_groups([9, 9, 9], token_batch_size=None, **sizes), divide_groups([9, 9, 9], token_batch_size=20, **sizes)
-        ((2, 1), (2, 1))
     """
     fits = len(tokens) if token_batch_size is None else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
     trained = fit = min(fits, most)
@@ -155,9 +147,6 @@ def divide_groups(
         # A budget is full also if the groups fill it exactly, and none is left that does not fit.
         trained = 0
     return trained, len(tokens) - trained if partial_step == "carry" else 0
-
-
-# --- mini batches ---
 
 
 class MiniBatch(NamedTuple):
@@ -184,12 +173,9 @@ def mini_batches(
     prompts than planned fills the first mini batches of an epoch; the next has the rest, and those after it are empty.
 
     Args:
-        plan: the plan.
         step: the rollout that generated the samples, counted from 0.
-        seed: seed of the shuffle. Every rollout, epoch and model has its own order, which is the same on every machine. None =
-            the order of generation.
+        seed: of the order, which every rollout, epoch and model has its own of; None = the order of generation.
         start: the optimizer step within this rollout to start at.
-        model: `policy` or `critic`.
         keep_prompts_together: shuffle prompts with all their responses, which are adjacent, instead of single samples.
         num_prompts: the prompts of the rollout, if they are fewer than planned.
 
@@ -238,8 +224,6 @@ def mini_batches(
     return map(mini_batch, range(start, updates.optimizer_steps))
 
 
-# --- rows of a loss ---
-
 # The stored arrays over the response, which a loss reads by the same names.
 PER_TOKEN = ("log_probabilities", "reference_log_probabilities", "advantages", "values", "returns")
 
@@ -257,9 +241,6 @@ def loss_rows(
         rows: the samples, all by default.
         loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.plan.AGGREGATIONS`.
 
-    Raises:
-        ConfigError: another `loss_agg_mode`.
-
     Example:
         >>> rows = loss_rows({"tokens": np.array([[7, 8, 9, 0]]), "prompt_length": [1], "response_length": [2]})
         >>> rows["targets"].tolist(), rows["coefficients"].tolist()
@@ -276,8 +257,8 @@ def loss_rows(
     counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
     found = {"tokens": tokens_BT, "targets": np.roll(tokens_BT, -1, axis=1)}
     found["targets"][:, -1] = 0
-    # The loss of each token is multiplied by its coefficient, and their sum is divided by that of the weights. Both are float64
-    # for a run in float64; transfers to the devices make float32 of it otherwise.
+    # The loss of each token is multiplied by its coefficient, and their sum is divided by that of the weights. Transfers to the
+    # devices make float32 of both, unless the run is in float64.
     found["coefficients"] = found["weights"] = counts_BT.astype(np.float64)
     if loss_agg_mode != "token-mean":
         # The first token of a sequence carries the weight of the sequence.
@@ -297,9 +278,9 @@ def loss_rows(
 
 
 def padded_rows(rows: Arrays, width: int) -> Arrays:
-    """Return rows of one sample as passes of one width, arrays (n, width, ...). Padding repeats the first row with weight 0.
+    """Return rows of one sample as passes of one width, arrays (n, width, ...).
 
-    A copy of a real row, so that no computation on it is undefined.
+    Padding repeats the first row with weight 0, so that no computation on it is undefined.
     """
     samples = len(rows["tokens"])
     n = -(-samples // width)

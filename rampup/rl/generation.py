@@ -100,8 +100,6 @@ def generate(
 
     Args:
         model: see `as_policy`; a language model of rampup decodes with a cache, others run the whole row for every token.
-        params: its parameters.
-        prompts: the tokens of each prompt.
         max_response_length: R, the length at which a response is cut off.
         end_token: ends a response and is its last token; None = every response has R tokens.
         sampling: temperature and the like; None = the policy's own probabilities.
@@ -127,10 +125,7 @@ def generate(
 
 
 def make_generate(policy: Policy, max_response_length: int, end_token: int | None, *, log_probabilities: bool = False) -> Any:
-    """Return the function to compile: `(params, tokens_BP, length_B, rows_B, key, *sampling) -> Samples`.
-
-    Its scan has R iterations, whatever the prompts and the responses. A row that has ended writes padding.
-    """
+    """Return the function to compile: a scan of R iterations, in which a row that has ended writes padding."""
     R = max_response_length
 
     def run(params: Any, tokens_BP: Any, length_B: Any, rows_B: Any, key: Any, *sampling: Any) -> Samples:

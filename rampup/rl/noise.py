@@ -34,21 +34,18 @@ them a little: what is within a prompt is what the rest of a group leaves.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
-from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
-from rampup.loop.components import Component
-from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.loop.components import Component, decide
+from rampup.loop.events import OnEvent
 from rampup.plan.numbers import finite_or_none
 from rampup.rl.schedule import RolloutSchedule
 
@@ -67,11 +64,6 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
 
     Divided by the weight W of the step: sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of
     responses, and that of ordered pairs of responses to one prompt. NaN with fewer than two blocks.
-
-    Example:
-        >>> ones, groups = np.ones((2, 2)), np.array([[0, 0], [1, 1]])
-        >>> block_facts(ones, groups, 1).tolist(), block_facts(ones, groups.T, 1).tolist()
-        ([2.0, 1.0, 4.0, 1.0, 1.0, 1.0], [2.0, 0.0, 4.0, 1.0, 1.0, 1.0])
     """
     blocks = len(weights_nR) * replicas
     weights = weights_nR.reshape(blocks, -1)
@@ -121,18 +113,7 @@ class _Means:
 
 @dataclass(slots=True, kw_only=True)
 class PromptNoise:
-    """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals.
-
-    Example:
-        >>> noise, rng = PromptNoise(half_life_samples=1e9), np.random.default_rng(0)
-        >>> for step in range(400):  # ten prompts with five responses of weight 1; |G|^2 = 1, B = 2, D = 50 * (10 + 2)
-        ...     k = 0.0 if step % 2 else 4.0  # blocks of five responses, to one prompt or to several
-        ...     squares, square = 50 * (5 + 2 * k + 12) + 9 * rng.normal(), 1 + (2 * 4 + 12) / 50 + rng.normal() / 9
-        ...     noise.update(step % 2, samples=50, weight=50.0, squares=squares, square=square,
-        ...         facts=np.array([5, k, 50, 4, 1, 4]))
-        >>> [round(part.value) for part in noise.estimates(5)]
-        [2, 10, 4]
-    """
+    """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals."""
 
     half_life_samples: float  # samples after which a step counts half
     means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
@@ -162,11 +143,7 @@ class PromptNoise:
         return cls(half_life_samples=half_life_samples, means=(one, two))
 
     def estimates(self, responses: int) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
-        """Return both parts of the noise, and the noise scale in prompts for a number of responses per prompt.
-
-        The first part is b, the variance of a prompt's gradient over infinitely many responses. The second is s, what the
-        variance of the gradient of one response to a given prompt adds.
-        """
+        """Return both parts of the noise, b and s above, and the noise scale in prompts for some responses per prompt."""
         one, two = self.means
         if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[3] - two.mean[3]) <= 1e-9 * abs(one.mean[3]):
             return UNKNOWN, UNKNOWN, UNKNOWN
@@ -265,18 +242,10 @@ class AutoPrompts(Component):
         """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
         if not self.may_change_plan(line["step"] + 1):
             return {}
-        auto = self.auto
-        before = auto.size
         noise = _times(self.reuse, self.noise.scale)
-        rollout = values["facts"]["rollout"] + 1
-        prompts = values["facts"]["consumed_prompts"]
-        auto.decide(step=rollout, sample=prompts, noise_scale=noise.low)
-        if jax.process_count() > 1:
-            # All compute the same averages; process 0 decides, in case rounding differs.
-            auto.rows = json.loads(broadcast_from_process0(f"auto_prompts{rollout}", json.dumps(auto.rows)))
-        outlook = auto.outlook(step=rollout, sample=prompts, noise=noise)
-        self.on_event(BatchSizeDecided(step=line["step"], changed=auto.size != before, outlook=outlook))
-        return {"next_num_prompts": auto.size}
+        facts = values["facts"]
+        decide(self.auto, noise, facts["rollout"] + 1, line, self.on_event, sample=facts["consumed_prompts"])
+        return {"next_num_prompts": self.auto.size}
 
     def next_plan(self, plan: Any) -> Any:
         """See `Component`."""

@@ -201,13 +201,11 @@ def _arrange(
     loads = sorted((-sum(lengths[index] for index in members), tuple(sorted(members))) for members in filled)
     places = loads + [(0, ())] * (num_places - len(loads))
     rows = [places[start : start + num_replicas] for start in range(0, num_places, num_replicas)]
-    return PackedMicrobatches(
-        lengths=tuple(lengths),
-        token_budget=ladder[-1],
-        ladder=ladder,
-        microbatch_shapes=tuple(ladder[bisect_left(ladder, -row[0][0])] for row in rows),
-        replicas=tuple(zip(*([members for _, members in row] for row in rows), strict=True)),
-    )
+    shapes = tuple(ladder[bisect_left(ladder, -row[0][0])] for row in rows)
+    replicas = tuple(zip(*([members for _, members in row] for row in rows), strict=True))
+    budget = ladder[-1]
+    own = tuple(lengths)
+    return PackedMicrobatches(lengths=own, token_budget=budget, ladder=ladder, microbatch_shapes=shapes, replicas=replicas)
 
 
 def _to_integers(values: Any, name: str) -> list[int]:
@@ -225,8 +223,7 @@ def _to_integers(values: Any, name: str) -> list[int]:
 
 
 def _check_count(value: object, name: str, *, maximum: int = MAX_COUNT, limit: str = "the largest count") -> None:
-    """Raise a ConfigError unless a value is a whole number between 1 and a maximum, whose name is `limit`."""
-    if type(value) is int and 1 <= value <= maximum:
-        return
     nearest = [min(max(value, 1), maximum)] if type(value) is int else []
-    raise ConfigError(f"{name}={value!r} must be a whole number between 1 and {limit} {maximum:,}", key=name, nearest=nearest)
+    if nearest != [value]:
+        text = f"{name}={value!r} must be a whole number between 1 and {limit} {maximum:,}"
+        raise ConfigError(text, key=name, nearest=nearest)

@@ -42,13 +42,7 @@ def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupEr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A size with its unit and its scope, which the configurations of RL systems leave implicit.
-
-    Example:
-        >>> mini_batch = Size(count=256, unit="prompts")
-        >>> mini_batch.samples(samples_per_prompt=5, data_parallel_size=8), str(mini_batch)
-        (1280, '256 prompts')
-    """
+    """A size with its unit and its scope, which the configurations of RL systems leave implicit."""
 
     count: int  # the number
     unit: Unit  # what it counts. A sample is one response to a prompt.
@@ -248,17 +242,10 @@ def split_updates(
             limits = {"multiple": replicas, **factors}
             problems = training.microbatch.misfits(f"{model}.microbatch", whole, per_stage, pad=False, rule=rule, **limits)
     raise_together(problems)
-    return Updates(
-        model=model,
-        samples_per_step=samples_per_step,
-        mini_batch_samples=mini_batch,
-        num_epochs=training.num_epochs,
-        data_parallel_size=replicas,
-        num_stages=stages,
-        microbatch_size=microbatch_size,
-        token_budget=budget,
-        max_passes=max_passes,
-    )
+    sizes: dict[str, Any] = {"samples_per_step": samples_per_step, "mini_batch_samples": mini_batch, "max_passes": max_passes}
+    same = ("num_epochs", "data_parallel_size", "num_stages", "token_budget")
+    sizes |= {name: getattr(training, name) for name in same}
+    return Updates(model=model, microbatch_size=microbatch_size, **sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,10 +286,6 @@ class Experience:
     def field_bytes(self, *, critic: bool) -> dict[str, int]:
         """Return the bytes of each array per sample."""
         return {name: elements * BYTES[dtype] for name, (dtype, elements) in self.fields(critic=critic).items()}
-
-    def bytes_per_sample(self, *, critic: bool) -> int:
-        """Return the bytes stored per sample."""
-        return sum(self.field_bytes(critic=critic).values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,10 +380,10 @@ class RolloutPlan:
 
         updates: dict[str, Updates] = {}
         longest = None if self.experience is None else self.experience.max_length
-        shared = {"samples_per_step": samples, "samples_per_prompt": self.samples_per_prompt, "max_length": longest}
+        shared: dict[str, Any] = {"samples_per_prompt": self.samples_per_prompt, "max_length": longest}
         for model, training in models.items():
             try:
-                updates[model] = split_updates(model, training, pad=self.pad, **shared)  # type: ignore[arg-type]
+                updates[model] = split_updates(model, training, samples_per_step=samples, pad=self.pad, **shared)
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
@@ -449,7 +432,7 @@ class RolloutPlan:
     @property
     def experience_bytes_per_sample(self) -> int | None:
         """Bytes stored per sample. None if the lengths are unknown."""
-        return None if self.experience is None else self.experience.bytes_per_sample(critic=self.critic is not None)
+        return None if self.experience is None else sum(self.experience.field_bytes(critic=self.critic is not None).values())
 
     def updates(self, model: str = "policy") -> Updates:
         """Return the updates of one model."""

@@ -160,9 +160,6 @@ def _values_of(model: LanguageModel) -> ValuesFn:
     return values
 
 
-# --- losses ---
-
-
 def grpo_loss(
     model: Any, *, epsilon: float = 0.2, beta: float = 0.0, temperature: float = 1.0, shapes: tuple[int, ...] = ()
 ) -> LossFn:
@@ -170,6 +167,7 @@ def grpo_loss(
 
     Per token, -min(ratio * A, clip(ratio, 1 - epsilon, 1 + epsilon) * A) + beta * KL (Schulman et al. 2017, arXiv 1707.06347;
     Shao et al. 2024, arXiv 2402.03300). KL is the estimator r - 1 - log r with r = p_reference / p, which is never negative.
+    Its auxiliary sums are `kl` and `clip_fraction`.
 
     Args:
         model: see `as_policy`.
@@ -177,9 +175,6 @@ def grpo_loss(
         beta: the weight of the KL divergence; MaxText RL's `rl.grpo_beta`.
         temperature: divides the logits, as in sampling.
         shapes: for packed rows, the numbers of tokens that a row may be computed with.
-
-    Returns:
-        A loss function for `train_step`, with the auxiliary sums `kl` and `clip_fraction`.
 
     Example:
         >>> import numpy as np
@@ -212,10 +207,7 @@ def grpo_loss(
 def value_loss(values_fn: Callable[..., jax.Array], *, epsilon: float = 0.2, shapes: tuple[int, ...] = ()) -> LossFn:
     """Return the critic's loss: half the squared error of the value, clipped as in PPO around the value of the rollout.
 
-    Args:
-        values_fn: `(params, rows) -> values_BT`, the value before the token after each token.
-        epsilon: how far a value may move from that of the rollout.
-        shapes: see `grpo_loss`.
+    `values_fn` is `(params, rows) -> values_BT`, the value before the token after each token; for `shapes` see `grpo_loss`.
     """
 
     def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

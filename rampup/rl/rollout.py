@@ -81,7 +81,6 @@ class RolloutOptions:
         measure_gradient_noise: in the first pass over the samples; see `rampup.rl.noise`. The order of the rows in a mini batch
             then changes from step to step.
         gamma, lam, value_epsilon: of generalized advantage estimation, and of the critic's loss.
-        seed: of the samples.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
         rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
@@ -118,9 +117,8 @@ class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
 
     Attributes:
-        step: optimizer steps done, of all models.
-        params, opt_state, policy_step: of the policy.
-        critic_params, critic_opt_state, critic_step: of the critic; None without one.
+        step: optimizer steps done, of all models; `policy_step` and `critic_step` are those of one.
+        params, opt_state: of the policy; `critic_params` and `critic_opt_state` of the critic, None without one.
         reference: parameters of the reference policy; None without one.
         experience: NumPy arrays over the samples of the current rollout.
         tally: the words of a `rampup.rl.experience.Tally`.
@@ -173,18 +171,12 @@ class RolloutStep:
         # An update may have no prompt, and then has the weight 0.
         sizes_vary = (options.zero_spread_groups, options.token_batch_size, options.partial_step) != ("keep", None, "train")
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
-        self._steps: dict[str, TrainStep] = {
-            name: train_step(
-                *loss_and_tx,
-                self._plans[name],
-                mesh,
-                seed=options.seed,
-                skip_nonfinite=skip_nonfinite or sizes_vary,
-                measure_gradient_noise=options.measure_gradient_noise and name == "policy",
-                check_loss=False,  # a sum over rows: tested
-            )
-            for name, loss_and_tx in losses.items()
-        }
+        self._steps = dict[str, TrainStep]()
+        # No check of the losses: that they are sums over rows is tested.
+        shared: dict[str, Any] = {"seed": options.seed, "skip_nonfinite": skip_nonfinite or sizes_vary, "check_loss": False}
+        for name, loss_and_tx in losses.items():
+            measures = options.measure_gradient_noise and name == "policy"
+            self._steps[name] = train_step(*loss_and_tx, self._plans[name], mesh, measure_gradient_noise=measures, **shared)
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
@@ -223,10 +215,7 @@ class RolloutStep:
             part.close()
 
     def create_state(self, params: Any, *, reference: Any = None, critic_params: Any = None) -> RolloutState:
-        """Return the state before the first rollout, with copies on the mesh of the policy's parameters and the others.
-
-        By default the reference policy has the same.
-        """
+        """Return the state before the first rollout, with copies of the parameters; by default the reference has them."""
         given = {"policy": params, "critic": critic_params}
         found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         for name, step in self._steps.items():
@@ -238,10 +227,7 @@ class RolloutStep:
     def check_memory(self, state: RolloutState) -> None:
         """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
 
-        Devices without a limit, such as CPUs, are not checked.
-
-        Raises:
-            ConfigError: an update does not fit. It names the size of its passes, which alone decides.
+        The size of the passes alone decides. Devices without a limit, such as CPUs, are not checked.
         """
         limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
         models = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference]
@@ -267,8 +253,7 @@ class RolloutStep:
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
-            prompts: the tokens of the prompts of this rollout; or, for a step that samples more of them, a function as of
-                `update`.
+            prompts: the tokens of the prompts of this rollout, or a function as of `update` for a step that may need more.
 
         Returns:
             The new state, and the metrics of the policy's last update with the facts of the rollout.
@@ -290,7 +275,7 @@ class RolloutStep:
 
         Args:
             state: the state before it, whose memory is reused.
-            position: the step.
+            position: from `self.schedule.at`.
             prompts: from the numbers of the first prompt and of the one after the last, counted over the run, to their tokens.
 
         Returns:
@@ -316,13 +301,7 @@ class RolloutStep:
         return state, {**metrics, "facts": self._facts(state.experience, tally, position, lengths, passes)}
 
     def evaluate(
-        self,
-        params: Any,
-        prompts: Sequence[Sequence[int]],
-        *,
-        samples_per_prompt: int = 1,
-        seed: int = 0,
-        sampling: Sampling | None = None,
+        self, params: Any, prompts: Sequence[Sequence[int]], *, samples_per_prompt: int = 1, seed: int = 0, sampling: Any = None
     ) -> Any:
         """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout or by `sampling`."""
         samples = self._generate(params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling)
@@ -370,13 +349,13 @@ class RolloutStep:
             tokens += lengths[teaches].tolist()
             generated += missing
         if is_refilling and not tokens:
-            raise DataError(
+            text = (
                 f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} of "
-                f"max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly now "
-                "and then, or set zero_spread_groups=drop",
-                key="zero_spread_groups",
-                nearest=("drop",),
             )
+            text += (
+                f"max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly now "
+            )
+            raise DataError(f"{text}and then, or set zero_spread_groups=drop", key="zero_spread_groups", nearest=("drop",))
         mini_batch = plan.policy_updates.mini_batch_samples // G
         sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
@@ -389,28 +368,20 @@ class RolloutStep:
         if kept > 0:
             taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
             samples = jax.tree.map(lambda *parts: np.concatenate(parts)[taught], *(part for part, _, _ in found))
-            generated_at = self._seconds
+            scoring = -self._seconds
             new = self._score(state, plan, samples, rewards_S[taught])
-            scoring = self._seconds - generated_at
+            scoring += self._seconds
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
         parts = {"generation": self._seconds - began - scoring, "scoring": scoring, "update": 0.0}
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
         self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
-        tally = Tally(
-            groups=groups,
-            carried=waiting,
-            dropped=before.carried + generated - groups - waiting,
-            prompts=before.prompts + generated,
-            samples=before.samples + generated * G,
-        )
-        if not generated:
-            return experience, tally
-        groups_PG = rewards_S.astype(np.float64).reshape(-1, G)
-        zero_spread = float(has_zero_spread(rewards_S, G).mean())
-        spread = float(groups_PG.std(axis=1).mean())
-        return experience, tally._replace(zero_spread=zero_spread, reward=float(groups_PG.mean()), spread=spread)
+        dropped = before.carried + generated - groups - waiting
+        rewards_PG = rewards_S.astype(np.float64).reshape(-1, G)
+        means = (has_zero_spread(rewards_S, G).mean(), rewards_PG.mean(), rewards_PG.std(axis=1).mean()) if generated else ()
+        seen = before.prompts + generated, before.samples + generated * G
+        return experience, Tally(groups, waiting, dropped, *seen, *map(float, means))
 
     def _score(self, state: RolloutState, plan: RolloutPlan, samples: Samples, rewards_S: np.ndarray) -> Arrays:
         """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
@@ -477,9 +448,7 @@ class RolloutStep:
             raise DataError(problem, key="reward")
         return np.frombuffer(bytes.fromhex(found), np.float32)
 
-    def _generate(
-        self, params: Any, prompts: Sequence[Sequence[int]], G: int, key: Any, first_row: int = 0, sampling: Any = None
-    ) -> Samples:
+    def _generate(self, params: Any, prompts: Any, G: int, key: Any, first_row: int = 0, sampling: Any = None) -> Samples:
         """Return G responses to each prompt, on the host. The key and the row, counted from `first_row`, decide them."""
         tokens_SP, length_S = (np.repeat(x, G, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length))
         inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
@@ -533,16 +502,9 @@ class RolloutStep:
     def _mini_batch(self, experience: Arrays, tally: Tally, position: UpdatePosition) -> tuple[Arrays, np.ndarray]:
         """Return the samples of an update as rows of a loss, and the tokens of each; one row of weight 0 if there are none."""
         options = self.options
-        order = mini_batches(
-            position.plan,
-            step=position.rollout,
-            seed=options.shuffle_seed,
-            start=position.update,
-            model=position.model,
-            keep_prompts_together=options.keep_prompts_together,
-            num_prompts=tally.groups,
-        )
-        rows = next(order).rows
+        place: dict[str, Any] = {"step": position.rollout, "start": position.update, "model": position.model}
+        order = {"seed": options.shuffle_seed, "keep_prompts_together": options.keep_prompts_together}
+        rows = next(mini_batches(position.plan, num_prompts=tally.groups, **place, **order)).rows
         if options.measure_gradient_noise and _layout(position):
             rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
         taken = rows if len(rows) else np.zeros(1, np.int64)
@@ -584,7 +546,7 @@ class RolloutStep:
         return state.replace(step=np.array(position.step + 1, np.int32), **_fields_of(position.model, inner)), metrics
 
     def _facts(
-        self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: np.ndarray, passes: Arrays
+        self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: Any, passes: Arrays
     ) -> dict[str, Any]:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
         plan = position.plan
@@ -638,9 +600,6 @@ def rollout_step(
 
     Args:
         model: see `rampup.rl.as_policy`; of a Flax NNX module, the policy that `split_policy` returns.
-        tx: the policy's optimizer.
-        plan: the sizes.
-        mesh: the devices.
         reward: `(prompts, responses) -> rewards`, one finite number per sample, in any Python.
         options: lengths, sampling and the loss.
         critic: the critic and its optimizer, if the plan has one. The critic trains before the policy.
@@ -693,7 +652,7 @@ def _layout(position: UpdatePosition) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Clock:
-    """The seconds of one rollout in this process by part, without compilations, with those of the updates so far."""
+    """The seconds of one rollout in this process by part, without compilations."""
 
     rollout: int
     tokens: int  # that it has generated, also of responses that it does not train on

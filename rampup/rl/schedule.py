@@ -62,17 +62,7 @@ class _Totals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSchedule:
-    """The rollouts of a run and their optimizer steps, as `rampup.loop.components.LoopPlan` and its ramp.
-
-    Example:
-        >>> from rampup.rl.plan import Size, Training
-        >>> def plan(count):
-        ...     policy = Training(mini_batch=Size(count=2, unit="prompts"))
-        ...     return RolloutPlan(rollout_batch=Size(count=count, unit="prompts"), samples_per_prompt=2, policy=policy)
-        >>> schedule = RolloutSchedule(stages=((0, plan(2)), (3, plan(4))), num_rollouts=5)
-        >>> schedule.total_steps, schedule.consumed_samples, schedule.at(4).rollout, schedule.at(4).update
-        (7, 28, 3, 1)
-    """
+    """The rollouts of a run and their optimizer steps, as `rampup.loop.components.LoopPlan` and its ramp."""
 
     # The first rollout of each stage, from 0 on, and its plan; later plans have other sizes of the batch. Stages from
     # `num_rollouts` on are not reached: they reserve sizes to which `grown` may change.
@@ -124,26 +114,15 @@ class RolloutSchedule:
             update -= updates.optimizer_steps
             updates = plan.policy_updates
         before = start.after(rollouts, plan)
-        phase = Phase(
-            index=index,
-            start_step=start.steps,
-            start_sample=start.samples,
-            num_steps=None if index == len(self.stages) - 1 else self._starts[index + 1].steps - start.steps,
-            global_batch_size=updates.mini_batch_samples,
-        )
+        length = None if index == len(self.stages) - 1 else self._starts[index + 1].steps - start.steps
+        size = updates.mini_batch_samples
+        phase = Phase(index=index, start_step=start.steps, start_sample=start.samples, num_steps=length, global_batch_size=size)
         rows = self.pass_samples(updates.model)
         samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
-        return UpdatePosition(
-            step=step,
-            consumed_samples=before.samples,
-            phase=phase,
-            split=split_of(-(-samples // rows) if updates.token_budget is None else 1, rows, updates.data_parallel_size),
-            rollout=first + rollouts,
-            model=updates.model,
-            update=update,
-            model_step=getattr(before, updates.model) + update,
-            plan=plan,
-        )
+        split = split_of(-(-samples // rows) if updates.token_budget is None else 1, rows, updates.data_parallel_size)
+        numbers: dict[str, Any] = {"consumed_samples": before.samples, "rollout": first + rollouts, "update": update}
+        numbers |= {"step": step, "model_step": getattr(before, updates.model) + update}
+        return UpdatePosition(plan=plan, model=updates.model, phase=phase, split=split, **numbers)
 
     def pass_samples(self, model: str) -> int:
         """Samples of one pass over all replicas, the same in all stages; with a token budget its rows, one per replica."""
@@ -170,12 +149,10 @@ class RolloutSchedule:
         is_packed = updates[0].token_budget is not None
         most = max((each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows) for each in updates)
         largest = split_of(most, rows, replicas)
-        return RampPlan(
-            ramp=BatchRamp.constant(largest.global_batch_size),
-            splitter=BatchSplitter(data_parallel_size=replicas, microbatch_size=largest.microbatch_size),
-            num_devices=replicas,
-            total_steps=max(self.optimizer_steps(model), 1),
-        )
+        ramp = BatchRamp.constant(largest.global_batch_size)
+        splitter = BatchSplitter(data_parallel_size=replicas, microbatch_size=largest.microbatch_size)
+        steps = max(self.optimizer_steps(model), 1)
+        return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=steps)
 
     @property
     def ramp(self) -> RolloutSchedule:

@@ -75,12 +75,6 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     """Return starting sizes for a model: between two published rows, that of the larger models, which needs less memory.
 
     The memory of one device, for the rule of thumb, is required for systems without a published table.
-
-    Example:
-        >>> suggest("6B", system="trlx").published
-        {'batch_size': 4, 'num_rollouts': 128, 'chunk_size': 16, 'ppo_epochs': None}
-        >>> suggest("7B", system="verl", memory_gib=80).memory["least_devices"]
-        2
     """
     problems: list[RampupError] = [] if system in SYSTEMS else [choice_error("system", system, SYSTEMS)]
     number = 0
@@ -96,19 +90,15 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         problems.append(error)
     raise_together(problems)
     if system not in TABLES and device_bytes is None:
-        text = (
-            f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; set memory-gib, the memory "
-        )
-        raise ConfigError(f"{text}of a device, for a rule of thumb", key="memory-gib")
+        text = f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; set memory-gib, the "
+        raise ConfigError(f"{text}memory of a device, for a rule of thumb", key="memory-gib")
     notes = ["a starting point only: `rampup tune` finds the largest microbatch that fits"]
     row = None
     sizes = None
     used = None
     if system not in TABLES:
-        notes.append(
-            f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach "
-            "the batch size by accumulation, and use the remaining memory for more samples per pass"
-        )
+        text = f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach the "
+        notes.append(f"{text}batch size by accumulation, and use the remaining memory for more samples per pass")
     else:
         row = next((row for row in TABLES[system] if number <= row.largest), TABLES[system][-1])
         in_row = [size for size in USED.get(system, {}) if row.smallest <= size <= row.largest]
@@ -130,9 +120,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
                 f"batches (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
             ]
         else:
-            notes.append(
-                "rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"
-            )
+            text = "the larger the model, the smaller batch_size; all sizes are per process"
+            notes.append(f"rule of thumb behind the table: {text}")
         if not row.smallest <= number <= row.largest:
             side = "larger" if number > row.largest else "smaller"
             notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
@@ -151,17 +140,9 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             "least_devices": least_devices,
             "free_gib_per_device": float(Fraction(device_bytes - -(-state // least_devices), GIB)),
         }
-        notes.append(
-            f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and "
-            f"{REFERENCE_BYTES} for a reference policy, shared by all devices; frozen layers or a generator on "
-            "its own devices change it"
-        )
-    return Suggestion(
-        system=system,
-        params=number,
-        published_for=None if row is None else row.label,
-        published=sizes,
-        repository=used,
-        memory=memory,
-        notes=[*notes, *TRADE_OFFS],
-    )
+        text = f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and {REFERENCE_BYTES} "
+        text += "for a reference policy, shared by all devices; frozen layers or a generator on its own devices change it"
+        notes.append(text)
+    label = None if row is None else row.label
+    found: dict[str, Any] = {"published_for": label, "published": sizes, "repository": used, "memory": memory}
+    return Suggestion(system=system, params=number, **found, notes=[*notes, *TRADE_OFFS])

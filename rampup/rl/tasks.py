@@ -85,13 +85,12 @@ class Arithmetic:
 
     def demonstrations(self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]) -> list[str]:
         """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers."""
-        bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2))
-        draws = bits[:, 0] / 2.0**64
+        bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2)).tolist()
         sums = 2 * self.max_operand + 1
         answers = []
-        for prompt, draw, other in zip(prompts, draws.tolist(), bits[:, 1].tolist(), strict=True):
+        for prompt, (draw, other) in zip(prompts, bits, strict=True):
             right = int(self.answer(prompt))
-            answers.append(str(right if draw < accuracy else (right + 1 + other % (sums - 1)) % sums))
+            answers.append(str(right if draw / 2**64 < accuracy else (right + 1 + other % (sums - 1)) % sums))
         return answers
 
     def reward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:

@@ -93,22 +93,17 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     """
     join(distributed=config.distributed)
 
-    def make(saved: SavedCheckpoint | None) -> RolloutRun:
-        check_consistent(config.to_dict())
-        return RolloutRun(config, saved)
+    def train_in(run: RolloutRun, folder: Path) -> RolloutSummary:
+        return run.train_in(folder, on_event if is_primary() else ignore_event)
 
-    return run_in_folder(
-        config,
-        make,
-        lambda run, folder: run.train_in(folder, on_event if is_primary() else ignore_event),
-        heartbeat_timeout=HEARTBEAT_SECONDS,
-    )
+    return run_in_folder(config, functools.partial(RolloutRun, config), train_in, heartbeat_timeout=HEARTBEAT_SECONDS)
 
 
 class RolloutRun:
     """A run, built once from its configuration. All that can be checked is checked, and nothing is written before it trains."""
 
     def __init__(self, config: RolloutConfig, saved: SavedCheckpoint | None = None) -> None:
+        check_consistent(config.to_dict())
         self.config = config
         self.saved = saved
         num_devices = jax.device_count()
@@ -148,8 +143,8 @@ class RolloutRun:
         self.rates = {n: LearningRate.from_config(config, schedule.ramp_plan(n), peak=peak) for n, peak in peaks.items()}
         txs = {name: optimizer_from_config(config, rate, matrices=matrices) for name, rate in self.rates.items()}
         critic = (critic_of(model, mesh), txs["critic"]) if "critic" in txs else None
-        others = {"options": options, "critic": critic, "skip_nonfinite": config.skip_nonfinite > 0}
-        self.step = _Step(model, txs["policy"], schedule, mesh, reward=task.reward, **others)  # type: ignore[arg-type]
+        others: dict[str, Any] = {"options": options, "critic": critic, "skip_nonfinite": config.skip_nonfinite > 0}
+        self.step = _Step(model, txs["policy"], schedule, mesh, reward=task.reward, **others)
         self.step.task = task
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
@@ -230,14 +225,9 @@ class RolloutRun:
         components: tuple[Component, ...] = (noise,) if config.measure_gradient_noise else ()
         if config.is_auto:
             rows = rows or [[0, 0, first.prompts_per_step]]
-            auto = AutoSchedule(
-                sizes=tuple(plan.prompts_per_step for _, plan in schedule.stages),
-                mode="follow",
-                half_life_samples=half_life / config.num_generations,
-                rows=rows,
-                unit="prompts",
-                max_waste=config.auto_max_waste,
-            )
+            sizes = tuple(plan.prompts_per_step for _, plan in schedule.stages)
+            limits = {"half_life_samples": half_life / config.num_generations, "max_waste": config.auto_max_waste}
+            auto = AutoSchedule(sizes=sizes, mode="follow", rows=rows, unit="prompts", **limits)
             components += (AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),)
             for rollout, _, prompts in rows[1:]:
                 schedule = schedule.grown(rollout, prompts)
@@ -278,12 +268,9 @@ class RolloutRun:
         """Return parameters after supervised steps on answers, a share of them right."""
         config = self.config
         replicas = self.schedule.stages[0][1].policy.data_parallel_size
-        plan = RampPlan(
-            ramp=BatchRamp.constant(config.warm_start_batch_size),
-            splitter=BatchSplitter(data_parallel_size=replicas),
-            num_devices=replicas,
-            total_steps=config.warm_start_steps,
-        )
+        ramp = BatchRamp.constant(config.warm_start_batch_size)
+        splitter = BatchSplitter(data_parallel_size=replicas)
+        plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=config.warm_start_steps)
         rate = LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1)
         tx = make_optimizer(rate, weight_decay=0.0)
         step = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh, check_loss=False)

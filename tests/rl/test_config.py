@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.config."""
+"""Tests of rampup.rl.config and rampup.rl.schedule."""
 
 import json
 from fractions import Fraction
@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from rampup import load_config
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError
 from rampup.rl.config import (
     ROLLOUT_FILE,
     ROLLOUT_KEYS,
     RolloutConfig,
     build_rollout_plan,
+    build_rollout_schedule,
     is_rollout_file,
     load_rollout_config,
     rollout_notes,
@@ -35,10 +36,7 @@ def planned(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_plan_agrees_with_maxtext_rl(case):
-    """The same file gives the numbers of MaxText RL, or an error if its batch does not divide over its devices.
-
-    Every file that MaxText RL rejects raises an error with a key and a legal value.
-    """
+    """The same file gives MaxText RL's numbers, or an error where it rejects the file or its batch does not divide."""
     expect = case["expect"]
     if expect["validator"] == "rejects":
         with pytest.raises(RampupError) as caught:
@@ -63,9 +61,10 @@ def test_plan_agrees_with_maxtext_rl(case):
 
 
 def test_rl_yml_can_be_planned():
-    """The shipped configuration can be planned for 1 to 64 devices, and records the keys that it sets."""
+    """The shipped configuration can be planned for 1 to 64 devices, and records the lines of its keys, also of nested ones."""
     config = load_rollout_config(RL)
-    assert config.where("rl.num_generations").startswith(f"{RL}:")
+    file, _, line = config.where("rl.num_iterations").rpartition(":")
+    assert (file, RL.read_text().splitlines()[int(line) - 1].strip()) == (str(RL), "num_iterations: 1")
     for devices in (1, 2, 4, 8, 64):
         plan = build_rollout_plan(config, devices)
         assert plan.policy_updates.optimizer_steps == 2
@@ -217,12 +216,6 @@ def test_build_rollout_plan_errors_have_the_location():
         build_rollout_plan(load_rollout_config(RL))
 
 
-def test_a_nested_key_has_a_line_of_its_own():
-    """It is not the line of its group."""
-    line = int(str(load_rollout_config(RL).where("rl.num_iterations")).rpartition(":")[2])
-    assert RL.read_text().splitlines()[line - 1].strip() == "num_iterations: 1"
-
-
 def test_rollout_notes_about_dropped_prompts():
     """Notes count the prompts that do not fill a batch, in training and in evaluation."""
     config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
@@ -237,3 +230,52 @@ def test_rl_yml_and_its_schema_are_current():
     assert RL.read_text() == ROLLOUT_FILE.text
     assert json.loads(RL.with_name("rl.schema.json").read_text()) == ROLLOUT_FILE.json_schema
     Draft202012Validator.check_schema(ROLLOUT_FILE.json_schema)
+
+
+def test_schedule_counts_every_optimizer_step_once():
+    """Steps are those of the plans, the critic's before the policy's, over stages of growing batches."""
+    sizes = {"batch_size": 16, "num_generations": 4, "num_batches": 7, "mini_batch_size": 4, "train_micro_batch_size": 2}
+    growth = {"batch_size_schedule": "0:4 2:8 5:16", "num_generations_schedule": "0:2 3:4"}
+    critic = {"num_iterations": 2, "enable_critic": True, "critic_num_iterations": 1}
+    schedule = build_rollout_schedule(RolloutConfig(**sizes, **growth, **critic), 1)
+    seen, samples, position = {"policy": 0, "critic": 0}, 0, 0
+    for rollout, (batch, responses) in enumerate([(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]):
+        for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
+            for update in range(updates):
+                at = schedule.at(position)
+                assert (at.rollout, at.model, at.update, at.model_step) == (rollout, model, update, seen[model])
+                assert at.consumed_samples == samples
+                assert at.is_first == (model == "critic" and update == 0)
+                assert at.is_last == (model == "policy" and update == updates - 1)
+                assert at.split.global_batch_size == 4 * responses
+                position, seen[model] = position + 1, seen[model] + 1
+        samples += batch * responses
+    assert (schedule.total_steps, schedule.consumed_samples, schedule.num_rollouts) == (position, samples, 7)
+    assert {model: schedule.optimizer_steps(model) for model in seen} == seen
+    # One shape for all stages: a pass of 2 * 2 samples.
+    assert (schedule.pass_samples("policy"), schedule.sequences_per_call, schedule.max_samples) == (4, 4, 64)
+    assert schedule.ramp_plan("policy").splits[0].accumulation_steps == 4
+    with pytest.raises(ResumeMismatchError):
+        schedule.at(position)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"batch_size_schedule": "1:4 2:8"}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "0:8 0:16"}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "0:8 4:64"}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "0:0"}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "many"}, "rl.batch_size_schedule"),
+        ({"num_generations_schedule": "0:4 3:9"}, "rl.num_generations_schedule"),
+        ({"batch_size_schedule": "0:8 4:12", "mini_batch_size": 8}, "mini_batch_size"),
+        ({"batch_size_schedule": "0:8 4:16 auto", "measure_gradient_noise": True}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "auto", "measure_gradient_noise": True}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "0:8 auto", "measure_gradient_noise": True}, "train_micro_batch_size"),
+    ],
+)
+def test_schedule_rejects_bad_growth(settings, key):
+    """Every error names the key; sizes of a later stage that do not divide name the step."""
+    with pytest.raises(ValueError, match=r"\d") as caught:
+        build_rollout_schedule(RolloutConfig(**settings), 1)
+    assert key in str(caught.value) or caught.value.key == key

@@ -104,10 +104,7 @@ def rows_of(plan, **options):
     return [batch.rows.tolist() for batch in mini_batches(plan, **{"step": 1, "seed": 0} | options)]
 
 
-sizes = st.integers(1, 6)
-
-
-@given(sizes, sizes, sizes, st.booleans(), st.integers(0, 3), st.booleans())
+@given(*[st.integers(1, 6)] * 3, st.booleans(), st.integers(0, 3), st.booleans())
 def test_mini_batches_have_every_sample_once(prompts, n, mini, pad, seed, together):
     """Every epoch has every sample once, in mini batches of the planned sizes, with the responses to a prompt together."""
     try:

@@ -29,10 +29,7 @@ PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8
 
 @pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
-    """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices.
-
-    A row is prompt, response, padding. The end token is the last one of a response and counts.
-    """
+    """To 1e-5, for rows of all lengths; the tokens do not depend on the devices, and the end token is the last and counts."""
     options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)
     placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
     found = generate(MODEL, placed, PROMPTS, mesh=devices, log_probabilities=True, **options)
@@ -131,11 +128,10 @@ def test_packed_rows_are_computed_like_single_ones():
     ("call", "key", "rule"),
     [
         (
-            lambda: generate(MODEL, None, [[1], []], max_response_length=3),
+            lambda: generate(MODEL, None, [[]], max_response_length=3),
             "max_prompt_length",
-            "prompt 1 has 0 tokens.*leave it out$",
+            "prompt 0 has 0 tokens.*leave it out$",
         ),
-        (lambda: pad_prompts([[]], 2), "max_prompt_length", "prompt 0 has 0 tokens.*leave it out$"),
         (lambda: pad_prompts([[1, 2], [1, 2, 3]], 2), "max_prompt_length", "prompt 1 has 3 tokens.* set max_prompt_length=3"),
         (lambda: generate(MODEL, None, [[1]], max_response_length=0), "max_response_length", "at least 1"),
         (lambda: generate(MODEL, None, [[1]], max_response_length=1.5), "max_response_length", "whole number"),

@@ -21,11 +21,9 @@ B, WITHIN, G2, D, P, N, PASS = 0.5, 6.0, 0.3, 20, 16, 4, 4
 
 
 def gaussian_noise(runs, steps, rng, *, tokens=True, by_prompt=False, shares=False, drifts=False):
-    """Return the averages of several runs of a two-level Gaussian model, whose steps have weights of their own.
+    """Return the averages of runs of a two-level Gaussian model, both parts of its noise, and P Var(g) / |G|^2 of its steps.
 
-    The noise of a response falls with its weight, or with `shares` it does not, as if all its tokens shared an advantage. With
-    `drifts`, short responses have a larger gradient. Also what is true: both parts of the noise, and P Var(g) / |G|^2 from the
-    scatter of the steps.
+    With `shares`, the noise of a response does not fall with its weight; with `drifts`, short ones have a larger gradient.
     """
     noises, totals, gradients = [], [], []
     found = [PromptNoise(half_life_samples=1e12) for _ in range(runs)]
@@ -61,10 +59,7 @@ KINDS = [{}, {"by_prompt": True}, {"shares": True}, {"shares": True, "drifts": 0
 
 @pytest.mark.parametrize("kind", [*KINDS, pytest.param({"tokens": False}, marks=pytest.mark.slow)], ids=str)
 def test_noise_scale_is_that_of_the_steps_whatever_the_lengths_do(kind):
-    """90% intervals cover 87% to 93%, and miss on both sides, whether a longer response has less noise or not.
-
-    Both parts are within 2% of those of the model over all runs, with intervals that cover up to 95%.
-    """
+    """90% intervals cover 87% to 93%, and miss on both sides; both parts are within 2% of those of the model."""
     found, parts, scale = gaussian_noise(800, 60, np.random.default_rng(1), **kind)
     *estimated, scales = zip(*(one.estimates(N) for one in found), strict=True)
     assert 0.87 <= np.mean([one.low <= scale <= (one.high or np.inf) for one in scales]) <= 0.93
@@ -75,10 +70,7 @@ def test_noise_scale_is_that_of_the_steps_whatever_the_lengths_do(kind):
 
 
 def test_advice_follows_from_both_parts():
-    """More responses or more prompts, by the cost of a prompt; a batch that is used twice needs twice the prompts.
-
-    Never fewer responses than were measured: their mean gradient is smaller, and how much so is not known.
-    """
+    """More responses, never fewer, or more prompts, by the cost of a prompt; a batch used twice needs twice the prompts."""
     (noise,), *_ = gaussian_noise(1, 400, np.random.default_rng(0), tokens=False)
     names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
     found = dict(zip(names, noise.estimates(N), strict=True))

@@ -25,6 +25,7 @@ MESHES |= {"four": MeshAxes(data=2, fsdp=2), "three": MeshAxes(data=3)}
 MODEL = LanguageModel(num_layers=1, width=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=12)
 MODEL64 = replace(MODEL, dtype="float64", param_dtype="float64")
 init = jax.jit(MODEL.init)
+logits_by_hand = jax.jit(MODEL64.logits)
 P, R, EPSILON, BETA, RATE = 3, 4, 0.2, 0.1, 0.01
 
 
@@ -218,10 +219,7 @@ CASES += [
 
 @pytest.mark.parametrize(("mesh", "modes", "sizes"), CASES, ids=str)
 def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
-    """However a mini batch is split, padded or packed, on every kind of mesh, for every aggregation; one program.
-
-    SGD shows the gradients of all mini batches of a rollout, in float64 to 1e-9.
-    """
+    """In float64 to 1e-9, split, padded or packed, on every kind of mesh, for every aggregation; one program."""
     rungs = sizes.get("rungs", 4)
     devices, plan = mesh_of(mesh), plan_of(mesh, **{name: size for name, size in sizes.items() if name != "rungs"})
     arrays, placed = stored(plan.samples_per_step), jax.device_put(params64(), MODEL.shardings(devices))
@@ -239,12 +237,6 @@ def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, modes, sizes, float64):
             assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
             assert metrics["aux"]["clip_fraction"] > 0
     assert step.compilations["update"] == 1
-
-
-# --- steps of varying size ---
-
-
-logits_by_hand = jax.jit(MODEL64.logits)
 
 
 class ByHand:
@@ -403,9 +395,7 @@ def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget, float6
         if budget:
             tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
             full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
-        trained = len(run.queue) if partial == "train" and not budget else full
-        if partial == "train" and budget and not full:
-            trained = len(run.queue)
+        trained = len(run.queue) if partial == "train" and not (budget and full) else full
         assert sum(line["num_prompts"] for line in lines) == trained
         assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
         for number, line in enumerate(lines):

@@ -127,10 +127,7 @@ def train_together(process, number, port, settings):
     ids=str,
 )
 def test_two_processes_train_what_one_would(sizes, tmp_path):
-    """Warm start, generation, evaluation, checkpoints and updates: whole numbers are equal, losses and parameters to 1e-5.
-
-    Two processes train half of the run, and then go on from their checkpoint.
-    """
+    """Also from a checkpoint: whole numbers are equal, losses and parameters to 1e-5."""
     settings, port = TINY | {"num_generations": 4, "ici_data_parallelism": 2}, processes.free_port()
     settings |= {"max_prompt_length": 4, "max_response_length": 3}
     settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path), "zero_spread_groups": "drop"} | sizes
@@ -264,9 +261,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     assert rl.train(replace(kept, num_batches=3)).steps == 3
 
 
-# --- the trained policy ---
-
-
 @pytest.fixture(scope="module")
 def loaded(whole):
     """The policy of the run, for longer responses than those it was trained with."""
@@ -286,15 +280,11 @@ def test_load_returns_the_policy(whole, loaded, capsys):
 
 
 def test_a_response_ends_with_its_end_token(loaded):
-    """The text is what comes before the end token; without one it has all bytes that were asked for."""
+    """Without one it has all bytes that were asked for. What cannot be generated is refused, each by its own rule."""
     unended = replace(loaded, end_token=None).generate("3+4=", 40, seed=3)
     end = next(letter for letter in unended if letter.isascii())
     assert replace(loaded, end_token=ord(end)).generate("3+4=", 40, seed=3) == unended.partition(end)[0]
     assert loaded.generate("3+4=", 40, seed=3) == unended.partition("\n")[0]
-
-
-def test_generate_says_why_it_cannot(loaded):
-    """An argument out of range, and a model without text, each by its own rule."""
     with pytest.raises(ConfigError, match="from 1 to"):
         loaded.generate("3+4=", 0)
     config = rampup.Config(dataset_type="tokens", grain_train_files="x")
