@@ -349,13 +349,11 @@ class RolloutStep:
             tokens += lengths[teaches].tolist()
             generated += missing
         if is_refilling and not tokens:
-            text = (
-                f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} of "
-            )
+            text = f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} "
             text += (
-                f"max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly now "
+                f"of max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly "
             )
-            raise DataError(f"{text}and then, or set zero_spread_groups=drop", key="zero_spread_groups", nearest=("drop",))
+            raise DataError(f"{text}now and then, or set zero_spread_groups=drop", key="zero_spread_groups", nearest=("drop",))
         mini_batch = plan.policy_updates.mini_batch_samples // G
         sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]

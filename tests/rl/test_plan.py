@@ -118,7 +118,7 @@ def test_microbatch_in_prompts_of_the_job():
     ("budget", "passes", "stages"), [(100, 32, 1), (199, 32, 1), (200, 16, 1), (3200, 1, 1), (10**6, 1, 1), (1000, 4, 4)]
 )
 def test_token_budget_max_passes(budget, passes, stages):
-    """With 32 samples of at most 100 tokens on a replica: the passes, a multiple of the stages; too small a budget is an error."""
+    """With 32 samples of at most 100 tokens on a replica: a multiple of the stages; too small a budget is an error."""
     training = Training(
         mini_batch=Size(count=64, unit="samples"),
         microbatch=Size(count=budget, unit="tokens", scope="replica"),
