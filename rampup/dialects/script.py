@@ -223,7 +223,7 @@ class _Reader:
     running: Sequence[tuple[Any, ...]]  # the scripts that have started each other
     exports_all: bool = False
     asks: bool = True  # whether a positional parameter that is not there may have been given
-    places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
+    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)  # those of the arguments
     outer: tuple[str, ...] = ()  # the command in whose quotes this stands
     tasks: str = ""  # how many processes run this, if a launcher says so
     functions: dict[str, Node] = field(default_factory=dict)
