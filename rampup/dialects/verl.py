@@ -907,8 +907,7 @@ def _old_worker(name: str) -> Rules:
 _RUN: Rules = [
     *map(_old_micro_reaches_replicas, ("actor", "critic", "rollout", "ref")),
     *_old_worker("actor"), *_old_worker("critic"),
-    _strategy_fits("actor", checked=False),
-    _strategy_fits("critic", checked=False),
+    _strategy_fits("actor", checked=False), _strategy_fits("critic", checked=False),
     *apply_if(lambda job: not job.old_workers, [
         Rule(name="verl.dynamic_everywhere", keys=(DYNAMICS["rollout"], DYNAMIC),
             holds=lambda job: job.dynamic["actor"] == job.dynamic["rollout"],

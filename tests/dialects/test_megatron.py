@@ -90,7 +90,6 @@ NUMBERS = [
       "num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"}),
     # If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step.
     (FLOATS, {"ramp_steps": 2648, "note": "floating-point division"}),
-    (RAMP | REPLICAS, {"no_note": "floating-point"}),
     # The second size, 272, stops the run, and the message names its step.
     (AT_272, {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"}),
     (AT_272, {"message": "256 256 1000000"}),
@@ -114,7 +113,7 @@ NUMBERS = [
     (BLOOM | {"pp_partition_method": None, "deepspeed": True}, {"ok": True}),
     (DEEPSEEK, {"ok": True, "note": [FIRST, NOT_CHECKED]}),
     # Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py).
-    (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"]}),
+    (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"], "no_note": "floating-point"}),
     (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": "has no effect in Megatron-LM since April 2026"}),
     (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),

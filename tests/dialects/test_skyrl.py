@@ -107,11 +107,6 @@ NUMBERS = [
 test_numbers_and_notes = numbers_test(skyrl, NUMBERS)
 
 
-def test_plan_has_the_token_budget():
-    """The passes of a plan are filled up to the given number of tokens."""
-    assert skyrl(TOKENS).plan.policy.token_budget == 8192
-
-
 def test_fine_tuning_is_refused():
     """SkyRL's other trainer has keys of its own, which are not covered."""
     with pytest.raises(ConfigError, match="not a file of SkyRL"):
