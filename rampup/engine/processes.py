@@ -61,7 +61,7 @@ def first_problem(problem: str, name: str | None = None, *, seconds: float = _ME
     if jax.process_count() == 1:
         return problem
     folder = name or f"problem{next(_problem_numbers)}"
-    problems = _gather(folder, problem, seconds, _QUIET_SECONDS_OF_MEETING if name is None else seconds)
+    problems = _gather(folder, problem, seconds, None if name is None else seconds)
     return next(filter(None, problems), "")
 
 
@@ -81,16 +81,15 @@ def wait_for_all(mesh: Mesh) -> None:
         _gather(f"meeting{next(_meeting_numbers)}", "")
 
 
-def _gather(
-    folder: str, value: str, seconds: float = _MEETING_SECONDS, quiet_seconds: float = _QUIET_SECONDS_OF_MEETING
-) -> list[str]:
+def _gather(folder: str, value: str, seconds: float = _MEETING_SECONDS, quiet_seconds: float | None = None) -> list[str]:
     """Return the values of all processes. Process 0 collects them: as many messages as processes, and not their square."""
     count = jax.process_count()
     own = jax.process_index()
     store = kv_store()
     milliseconds = int(1000 * seconds)
+    quiet = _QUIET_SECONDS_OF_MEETING if quiet_seconds is None else quiet_seconds
     store.key_value_set(f"{FOLDER}/{folder}/{own}", value)
-    with announced(f"process {own} of {count} waits for process 0", quiet_seconds) as waiting:
+    with announced(f"process {own} of {count} waits for process 0", quiet) as waiting:
         if own == 0:
             found = []
             for other in range(count):
