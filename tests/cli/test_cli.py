@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.commands import run_json
+from helpers.runs import metrics_of
 from helpers.tiny import TINY, command_line
 
 from rampup.cli import COMMANDS, main
 from rampup.cli.run import JSON_KEYS, _read_config
-from rampup.config.schema import KEYS
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
@@ -23,33 +23,6 @@ RL = str(ROOT / "configs" / "rl.yml")
 GPT3 = str(ROOT / "configs" / "gpt3_175b.yml")
 PALM = str(ROOT / "configs" / "palm_540b.yml")
 TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
-
-BAD = {
-    "bool": ["maybe", "2", "", "[true]"],
-    "int": ["1.5", "x", "", "-7", "1e400", "[1]"],
-    "float": ["x", "", "-1", "nan", "inf"],
-    "size": ["x", "", "-2", "1/0", "nan", "inf"],
-    "text": ["", " "],
-    "name": ["a/b", "..", "a b", "\u00e9"],
-}
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_plan_refuses_a_bad_value_of_each_key(name, capsys, tmp_path):
-    """Exit code 2 and an error that names the key; no plan and no traceback."""
-    key = KEYS[name]
-    for value in ["no such choice", ""] if key.choices else BAD[key.kind]:
-        assert main(["plan", BASE, f"{name}={value}", "--devices", "4", "--json"]) == 2
-        out, err = capsys.readouterr()
-        assert json.loads(out)["error"]["key"] == name
-        assert "Traceback" not in err
-    (tmp_path / "bad.yml").write_text(f"base_config: {BASE}\n{name}: [1, 2]\n")
-    assert main(["plan", str(tmp_path / "bad.yml"), "--devices", "4"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "bad.yml:2: " in err
-    assert name in err
-
 
 # Commands, each with the key that its error names.
 REFUSED = {
@@ -59,7 +32,6 @@ REFUSED = {
     "plan BASE steps": None,
     "plan": None,
     "plan nowhere.yml": None,
-    "plam BASE": None,
     "plan BASE --budget 0": "budget",
     "plan BASE --budget 1B batch_size_schedule=auto": "budget",
     "plan BASE --budget 1B --tokens-per-second 0": "tokens-per-second",
@@ -75,7 +47,6 @@ REFUSED = {
     "rows BASE --step 1000000": "step",
     "train BASE --fake-devices 0": "fake-devices",
     "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": "num_pipeline_microbatches",
-    "train BASE base_output_directory=out ici_pipeline_parallelism=4 base_num_decoder_layers=6": "base_num_decoder_layers",
     "train FOLDER": None,
     "design BASE": "measured",
     "design FOLDER": None,
@@ -163,30 +134,12 @@ def finished(*arguments):
     return json.loads(result.stdout), result.stderr
 
 
-def losses(folder):
-    """Return (step, samples, loss) of every line of metrics.jsonl."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines]
-
-
-def start_and_see_alive(folder, *arguments, after_step):
-    """Start a run and return its process once its metrics show the step."""
-    process = subprocess.Popen([*TRAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > after_step):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert process.poll() is None
-    return process
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The summary and the losses of a run that nothing disturbs."""
+    """The summary, the metrics and the messages of a run that nothing disturbs."""
     folder = tmp_path_factory.mktemp("runs")
     summary, log = finished(f"base_output_directory={folder}", "run_name=whole")
-    return summary, losses(folder / "whole"), log
+    return summary, metrics_of(folder / "whole"), log
 
 
 def test_train_json(uninterrupted):
@@ -194,31 +147,21 @@ def test_train_json(uninterrupted):
     summary, lines, log = uninterrupted
     assert tuple(summary) == JSON_KEYS
     assert (summary["steps"], summary["num_compilations"]) == (40, 1)
-    assert summary["final_loss"] == lines[-1][2]
-    assert summary["consumed_samples"] == lines[-1][1]
+    assert (summary["final_loss"], summary["consumed_samples"]) == (lines[-1]["loss"], lines[-1]["consumed_samples"])
     assert Path(summary["checkpoint"]).is_dir()
     assert "phase 2 from step" in log
-
-
-@pytest.mark.slow
-def test_train_resumes_after_a_kill(uninterrupted, tmp_path):
-    """After SIGKILL during training, the restarted run has the losses and samples of the undisturbed one."""
-    where = [f"base_output_directory={tmp_path}", "run_name=killed"]
-    for after_step in (6, 17):
-        process = start_and_see_alive(tmp_path / "killed", *where, after_step=after_step)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    summary, log = finished(*where)
-    assert "resumed after step" in log
-    assert losses(tmp_path / "killed") == uninterrupted[1]
-    assert summary["final_loss"] == uninterrupted[0]["final_loss"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact resume."""
     where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
-    process = start_and_see_alive(tmp_path / "stopped", *where, after_step=5)
+    process = subprocess.Popen([*TRAIN, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     process.send_signal(number)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
@@ -226,7 +169,7 @@ def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     assert Path(stopped["checkpoint"]).name == str(stopped["steps"])
     assert f"stops at step {stopped['steps']}\n" in err
     finished(*where)
-    assert losses(tmp_path / "stopped") == uninterrupted[1]
+    assert metrics_of(tmp_path / "stopped") == uninterrupted[1]
 
 
 def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(tmp_path, monkeypatch):
@@ -294,10 +237,8 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
     assert "32 prompts * 8 responses = 256 samples" in capsys.readouterr().out
 
 
-def test_suggest_json_and_table(capsys):
-    """One object with published and used sizes and the memory behind them, or a table."""
-    code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
-    assert (code, result["published"]["num_rollouts"], result["memory"]["least_devices"]) == (0, 128, 2)
+def test_suggest_as_text(capsys):
+    """The table of a system's sizes; the laws for tokens, with the option that adds more of them."""
     assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
     assert "published for 6B" in capsys.readouterr().out
     assert main(["suggest", "--train-tokens", "300B"]) == 0
@@ -390,8 +331,7 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     budget = result.pop("budget")
     assert code == 0
     assert result == plan
-    assert (budget["steps"], budget["fewer_steps_than_first"], budget["more_steps_than_final"]) == (111_355, 9_043_919, 15_987)
-    assert budget["tokens_per_second"] == 1_500_000
+    assert (budget["steps"], budget["tokens_per_second"]) == (111_355, 1_500_000)
     assert budget["hours"] == pytest.approx(300_000_935_936 / 1.5e6 / 3600)
     assert "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
     # In words, it says which constant batch is meant: fewer steps than the first, more than the last.

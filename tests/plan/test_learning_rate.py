@@ -101,13 +101,6 @@ def test_discretize_finds_each_level():
     assert discretize(lambda t: 1.0, factor=2, total_samples=100) == ()
 
 
-def test_record_gives_the_same_rates():
-    """A checkpoint's record and ramp give the transform back."""
-    cuts = discretize(quarter_cosine, factor=1.7, total_samples=5000)
-    seesaw = Seesaw(base=BatchRamp.from_schedule("0:8 500:16"), cuts=cuts, max_batch_size=50, total_samples=5000)
-    assert segments_of(Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp)) == segments_of(seesaw)
-
-
 def test_bad_clocks_cuts_and_limits_are_refused():
     """Unknown names; cuts out of order, that raise the rate, or a limit below the planned batch; too many cuts."""
     with pytest.raises(ConfigError, match="must be one of none, sqrt, linear"):

@@ -29,13 +29,6 @@ def test_parse_count_rejects(text):
         parse_count(text, what="threshold")
 
 
-def test_parse_count_nearest():
-    """The error for a fractional count has its neighbors."""
-    with pytest.raises(RampDefinitionError, match=r"threshold='12.9' must be a whole number; nearest: 12, 13") as caught:
-        parse_count("12.9", what="threshold")
-    assert caught.value.nearest == (12, 13)
-
-
 @given(st.decimals(min_value=0, max_value=10**6, places=4))
 def test_exact_fraction_of_decimals(number):
     """A decimal, as text or as a float, is exactly that fraction, and a fraction may have a slash."""
