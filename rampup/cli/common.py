@@ -47,10 +47,8 @@ EXIT_CLOSED = 141
 class Result:
     """What a command returns."""
 
-    # Printed with `--json`, as one object; None = nothing, in a process that leaves it to process 0.
-    facts: Mapping[str, Any] | None
-    # Prints the result for people. By default nothing, for a command that has printed everything.
-    show: Callable[[Console], None] = lambda console: None
+    facts: Mapping[str, Any] | None  # printed with `--json`; None = nothing, in a process that leaves it to process 0
+    show: Callable[[Console], None] = lambda console: None  # prints the result for people
     exit_code: int = 0
     problem: RampupError | None = None  # an error to report together with the result
 
@@ -120,10 +118,7 @@ def read_plan(args: argparse.Namespace, path: str, overrides: Sequence[str]) -> 
 
 
 def skip_absent_tpu() -> None:
-    """Before JAX is imported, keep it from searching for a TPU, with many warnings, where libtpu is installed only to compile.
-
-    That is a machine without a device of Google's and without a plugin for other accelerators.
-    """
+    """Before JAX is imported, keep it from searching for a TPU, with warnings, where libtpu is installed only to compile."""
     if "jax" in sys.modules or "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
         return
     if not accelerator_plugins() and not any(path.read_text().strip() == GOOGLE for path in PCI_DEVICES.glob("*/vendor")):
@@ -147,8 +142,7 @@ def on_offer() -> bool:
     """Return whether transparent huge pages are in `madvise` mode and the C library can ask for them."""
     library, version = platform.libc_ver()
     try:
-        recent = tuple(map(int, version.split("."))) >= FIRST_GLIBC
-        return library == "glibc" and recent and "[madvise]" in KERNEL.read_text()
+        return library == "glibc" and tuple(map(int, version.split("."))) >= FIRST_GLIBC and "[madvise]" in KERNEL.read_text()
     except (OSError, ValueError):
         return False
 

@@ -158,8 +158,7 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
         f"power {growth:.2f})"
     )
     console.print("a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%")
-    is_short = max(candidate["hours"] for candidate in facts["candidates"]) < 1
-    unit, per_hour = ("minutes", 60) if is_short else ("hours", 1)
+    unit, per_hour = ("minutes", 60) if max(each["hours"] for each in facts["candidates"]) < 1 else ("hours", 1)
 
     def time(hours: float) -> str:
         return format_value(hours * per_hour)
@@ -169,8 +168,7 @@ def print_design(facts: Mapping[str, Any], console: Console, written: Path | Non
     for candidate in facts["candidates"]:
         name = candidate["name"] + (" *" if candidate["name"] == facts["fastest"] else "")
         rows.append((name, f"{candidate['steps']:,}", *(_with_interval(candidate, key, form) for key, form in forms.items())))
-    titles = ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss")
-    console.print(make_table(console, titles, rows, left=1))
+    console.print(make_table(console, ("schedule", "steps", unit, "loss penalty", f"{unit} to\nsame loss"), rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
     for candidate in facts["candidates"]:
         rule = " ".join(f"{key}={value}" for key, value in candidate["rate_rule"].items())

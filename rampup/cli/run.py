@@ -14,14 +14,10 @@ from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
-JSON_KEYS = (
-    *("steps", "consumed_samples", "first_loss", "final_loss", "num_compilations", "ramp_steps", "tokens_per_second"),
-    *("checkpoint", "seconds", "first_eval_loss", "final_eval_loss"),
-)
-ROLLOUT_JSON_KEYS = (
-    *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations"),
-    *("seconds", "seconds_by_part", "checkpoint"),
-)
+JSON_KEYS = ("steps", "consumed_samples", "first_loss", "final_loss", "num_compilations", "ramp_steps", "tokens_per_second")
+JSON_KEYS += ("checkpoint", "seconds", "first_eval_loss", "final_eval_loss")
+ROLLOUT_JSON_KEYS = ("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last")
+ROLLOUT_JSON_KEYS += ("num_compilations", "seconds", "seconds_by_part", "checkpoint")
 # Only with `batch_size_schedule: auto`.
 AUTO_KEYS = ("batch_size_schedule",)
 TRAIN = {

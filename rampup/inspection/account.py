@@ -70,10 +70,7 @@ class Collective(NamedTuple):
         return times(self.runs, self.open_loops, loop_trips)
 
     def sent_bytes(self) -> float:
-        """Return the bytes that a device sends in one execution, with a ring algorithm.
-
-        Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
-        """
+        """Return the bytes that a device sends in one execution of a ring algorithm (Thakur, Rabenseifner and Gropp, 2005)."""
         share = (self.group_size - 1) / self.group_size if self.group_size else 0.0
         return self.num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
 
@@ -146,12 +143,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Least times of a run at a chip's published peaks: an estimate, and no measurement.
+    """Estimated least times of a run at a chip's published peaks (Williams, Waterman and Patterson, "Roofline", CACM 2009).
 
     The microbatches of a loop and what follows the loop come one after the other. Within each part the longest of computing,
     memory and overlapped collectives counts, and the other collectives are added.
-
-    Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model" (CACM 2009).
     """
 
     seconds: float  # of the step
@@ -202,8 +197,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
     place, where, overlaps = instruction, computation, is_piece
 
     def following(start: Instruction, suffix: str) -> Instruction | None:
-        parts = (i for i in where.instructions.values() if start.name in i.operands and i.opcode.endswith(suffix))
-        return next(parts, None)
+        return next((i for i in where.instructions.values() if start.name in i.operands and i.opcode.endswith(suffix)), None)
 
     if not is_async and computation.name in program.async_starts:
         # It calls a computation with the collective alone. The operands may come later, with an update.
@@ -321,8 +315,7 @@ def _matmul_flops(instruction: Instruction, operands: Sequence[Instruction], ker
     # The widest type of the two operands, with the precision if it is not the default.
     dtype = max(sides, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype
     precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", text)
-    named = next((f" {p}" for p in ("highest", "high") if precision and p in precision.groups()), "")
-    return number, dtype + named
+    return number, dtype + next((f" {p}" for p in ("highest", "high") if precision and p in precision.groups()), "")
 
 
 def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
@@ -349,8 +342,7 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array) -> int:
         valid *= int(((places >= 0) & (places % dilate_in == 0) & (places // dilate_in < size_in)).sum())
     groups = instruction.number("batch_group_count") or 1
     batch = lhs.dims[of_lhs.index("b")]
-    features = out.dims[of_out.index("f")]
-    return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
+    return 2 * rhs.dims[of_rhs.index("i")] * out.dims[of_out.index("f")] * (batch // groups) * valid
 
 
 def _memory_bytes(program: Program, instruction: Instruction, operands: Sequence[Instruction]) -> int:

@@ -74,12 +74,8 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """The computations that it calls, other than a loop's."""
-        return re.findall(
-            r"[\w.\-]+",
-            " ".join(
-                re.findall(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)", self.attributes)
-            ).replace("%", ""),
-        )
+        lists = re.findall(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)", self.attributes)
+        return re.findall(r"[\w.\-]+", " ".join(lists))
 
 
 class Computation(NamedTuple):
@@ -145,10 +141,9 @@ class Program:
         self.is_scheduled = "is_scheduled=true" in header
         # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
         start = header.find("input_output_alias={")
-        found = (
-            re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", header[start : header.find(" }", start)]) if start >= 0 else []
-        )
-        self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number, _ in found}
+        stated = header[start : header.find(" }", start)] if start >= 0 else ""
+        found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}", stated)
+        self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number in found}
         self.num_partitions = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
         # Names and sizes of the axes of the mesh, if the program states them.
         named = (match.group(1) for match in re.finditer(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text))
@@ -208,10 +203,7 @@ class Program:
                 yield Value(inner, inner.root, element, (*sites, (where, arguments)))
 
     def origin(self, value: Value) -> Value:
-        """Follow a value through copies, tuples, fusions and calls, to what computes it.
-
-        That is an operation, a loop or conditional that returns it, or an argument of the program or of a loop's body.
-        """
+        """Follow a value through copies, tuples, fusions and calls to the operation, loop, conditional or argument behind."""
         source: Value | None = value
         while source is not None:
             value, source = source, None
@@ -275,8 +267,7 @@ class Program:
         step = next((n for n in steps if n is not None), 0)
         if first is None or bound is None or step < 1:
             return None
-        last = bound + (direction.group(1) in ("LE", "GE"))
-        return max(-((first - last) // step), 0)
+        return max(-((first - bound - (direction.group(1) in ("LE", "GE"))) // step), 0)
 
     def _constant(self, value: Value) -> int | None:
         """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""

@@ -202,11 +202,8 @@ def inspect(
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
     # Executions of a loop's body. Inside it, a loop over layers reduces the gradients of one layer at a time.
-    bodies = {
-        i.name: v.runs * (program.trips(i.name, v.computation.name) or 1)
-        for v in visits
-        if (i := v.instruction).name in accumulating
-    }
+    loops = {v.instruction.name: v for v in visits if v.instruction.name in accumulating}
+    bodies = {name: visit.runs * (program.trips(name, visit.computation.name) or 1) for name, visit in loops.items()}
     each = [c.num_bytes * c.runs // (bodies[next(name for name in c.loops if name in bodies)] or 1) for c in repeated]
     # Arguments that a result of the same shape could replace in memory, the largest first.
     free = Counter((array.dtype, array.dims) for number, (_, array) in enumerate(outputs) if number not in program.aliases)
@@ -246,8 +243,7 @@ def _compile(step: Any, args: Sequence[Any]) -> Any:
     elif callable(step):
         lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
     else:
-        rule = "give a function, a compiled program or a program's text"
-        raise ConfigError(f"{a_type(step)} is not a step; {rule}")
+        raise ConfigError(f"{a_type(step)} is not a step; give a function, a compiled program or a program's text")
     return lowered.compile() if hasattr(lowered, "compile") else lowered
 
 
@@ -382,10 +378,8 @@ def _findings(found: Inspection) -> Iterator[str]:
 
     total = num_bytes([c for c in found.gradient_reductions if not continues(c)])
     if found.uses_multi_steps:
-        yield (
-            "the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer"
-            + (f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else "")
-        )
+        reduces = f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else ""
+        yield f"the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer{reduces}"
     elif found.repeated_reductions:
         other = num_bytes(once)
         where = _describe_axes(found.repeated_reductions)
@@ -396,10 +390,8 @@ def _findings(found: Inspection) -> Iterator[str]:
             for c in found.repeated_reductions[:_LISTED]:
                 shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
                 names.append(f"{shapes} ({c.op_name})" if c.op_name else shapes)
-            yield (
-                f"other gradients ({other:,} bytes) are reduced once after the loop, so these may have lost their "
-                f"reduction tag or local accumulation: {', '.join(names)}"
-            )
+            lost = f"so these may have lost their reduction tag or local accumulation: {', '.join(names)}"
+            yield f"other gradients ({other:,} bytes) are reduced once after the loop, {lost}"
     elif found.gradient_reductions and any(math.prod(a.dims) > 1 for a in found.accumulators):
         yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
     elif found.gradient_reductions:

@@ -129,8 +129,7 @@ def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any)
     devices, whole = set(mesh.devices.flat), replicated(mesh)
 
     def place(x: Any) -> Any:
-        is_elsewhere = isinstance(x, jax.Array) and x.sharding.device_set != devices
-        return jax.device_put(x, whole) if is_elsewhere else x
+        return jax.device_put(x, whole) if isinstance(x, jax.Array) and x.sharding.device_set != devices else x
 
     for part in (trainer.model, trainer.optimizer):
         nnx.update(part, jax.tree.map(place, nnx.state(part)))

@@ -104,13 +104,10 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
         for choice in plan.pipeline_candidates[:6]:
-            numbers = (
-                f"{choice.num_pipeline_microbatches:,}",
-                f"{choice.microbatch_size:,}",
-                f"{float(choice.bubble_fraction):.3f}",
-            )
+            sizes = f"{choice.num_pipeline_microbatches:,}", f"{choice.microbatch_size:,}"
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            choices.add_row(*numbers, time, "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size))
+            used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
+            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
         console.print(choices)
     print_notes(describe.advice(plan), console)
 
@@ -171,10 +168,7 @@ def print_comparison(
 
 
 def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
-    """Print the result of `token_budget`: steps, those of the first and last batch kept constant, and time.
-
-    `measured` has the global batch sizes whose throughput is known.
-    """
+    """Print the result of `token_budget`; `measured` has the global batch sizes whose throughput is known."""
     tokens = budget["tokens"]
     steps = budget["steps"]
     length = budget["tokens_per_sample"]
@@ -321,10 +315,7 @@ def _print_phases(
     *,
     dim: Collection[int] = (),
 ) -> None:
-    """Print a number of phases in the tables of the first layout that is narrow enough, or else of the last.
-
-    Each table has its columns with their titles, and `cell` gives the text of a phase in a column.
-    """
+    """Print phases in the tables of the first layout that is narrow enough, or of the last; `cell` gives a column's text."""
     hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
     for layout in layouts:
         tables = [make_table(console, ["phase", *columns.values()]) for columns in layout]

@@ -1,7 +1,4 @@
-"""Pictures by matplotlib, which is imported when one is drawn; pyplot's figures and backend are not touched.
-
-Every `draw_*` function returns its figure and writes a file if it is given one.
-"""
+"""Pictures by matplotlib, imported when one is drawn; pyplot is not touched. `draw_*` return a figure, and can write a file."""
 
 from __future__ import annotations
 
@@ -85,14 +82,9 @@ def import_matplotlib(name: str) -> Any:
 def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
     """Draw the global batch over samples and over steps, and the passes and pipeline bubble of every phase.
 
-    Args:
-        plan: the plan.
-        path: a file whose suffix gives its format (.png, .svg, .pdf); None only returns the figure.
-        width: in inches; below 7, all panels are in one column.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: the file cannot be written.
+    The suffix of `path` is the format (.png, .svg, .pdf); None only returns the figure. Below a `width` of 7 inches, all
+    panels are in one column. Without matplotlib there is a `MissingDependencyError`, and a `ConfigError` if the file cannot
+    be written.
     """
     phases = drawn_phases(plan)
     pipeline = plan.splitter.num_stages > 1
@@ -118,10 +110,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
 def draw_rate(plan: RampPlan, rates: Rates, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
     """Draw the learning rate over samples and over steps, with its schedule on each clock.
 
-    Args:
-        plan: the plan.
-        rates: from a clock to the learning rate of an optimizer step on it.
-        path, width: and what is raised: see `draw_batch`.
+    `rates` gives, for each clock, the learning rate of an optimizer step. For the rest see `draw_batch`.
     """
     narrow = width < NARROW
     figure = new_figure(width, 6.4 if narrow else 3.6)
@@ -148,8 +137,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
         axes.set_xlabel("")
     speed.set_xlim(left=0)
     figure.align_ylabels()
-    handles, labels = (one + two for one, two in zip(*(a.get_legend_handles_labels() for a in (loss, size)), strict=True))
-    figure.legend(handles, labels, loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False)
+    figure.legend(loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False)
     return save(figure, path)
 
 
@@ -162,11 +150,9 @@ def draw_memory(
 ) -> Any:
     """Draw the memory of a step by the size of its microbatch.
 
-    Args:
-        rows: pairs (microbatch size, bytes); None bytes are too many to count and are not drawn.
-        path, width: and what is raised: see `draw_batch`.
-        limit_bytes: usable memory of a device, drawn as a line; None = unknown. Bars above it are hatched, and of those far
-            above it only the smallest size is drawn.
+    `rows` are pairs (microbatch size, bytes); None bytes are too many to count and are not drawn. `limit_bytes` is the usable
+    memory of a device, drawn as a line; None = unknown. Bars above it are hatched, and of those far above it only the
+    smallest size is drawn. For the rest see `draw_batch`.
     """
     pairs = sorted((size, number) for size, number in rows if number is not None)
     if limit_bytes is not None:
@@ -270,10 +256,7 @@ def run_panels(run: RunMetrics) -> dict[str, Any]:
 
 
 def svg_element(figure: Any, *, title: str, prefix: str) -> str:
-    """Return a figure as an SVG element for an HTML page, with a title for screen readers.
-
-    Text stays text, colours become CSS variables (`CSS_COLORS`), and `prefix` makes the identifiers unique in the page.
-    """
+    """Return a figure as SVG for an HTML page: text stays text, colours are CSS variables, and `prefix` makes ids unique."""
     buffer = io.StringIO()
     with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -429,10 +412,9 @@ def _panel_rate(axes: Any, plan: RampPlan, rates: Rates, unit: str) -> None:
 def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
         samples = _plot_means(axes, run, run.losses, number, label=run.name, linewidth=1.3)
-        style = LINES[number % len(LINES)]
         if run.eval_samples:
-            marker = {"color": style["color"], "marker": style["marker"], "markerfacecolor": PAPER}
-            axes.plot(run.eval_samples, run.eval_losses, linestyle="", label=f"{run.name}: evaluation", **marker)
+            style = LINES[number % len(LINES)] | {"linestyle": "", "markerfacecolor": PAPER}
+            axes.plot(run.eval_samples, run.eval_losses, label=f"{run.name}: evaluation", **style)
     prepare(axes, x=samples, y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
 
 

@@ -55,12 +55,6 @@ def format_count(number: int, noun: str) -> str:
 
 
 def describe_split(split: BatchSplit) -> str:
-    """Return how a batch is split, in words.
-
-    >>> from rampup.plan.split import BatchSplit
-    >>> describe_split(BatchSplit(global_batch_size=48, data_parallel_size=4, accumulation_steps=6,
-    ...     num_pipeline_microbatches=1, microbatch_size=2))
-    '4 replicas * 6 microbatches * 2 samples'
-    """
+    """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2 samples'."""
     counts = {"replica": split.data_parallel_size, "microbatch": split.num_microbatches, "sample": split.microbatch_size}
     return " * ".join(format_count(number, noun) for noun, number in counts.items())

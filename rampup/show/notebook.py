@@ -31,10 +31,7 @@ def html_table(
     max_rows: int = MAX_ROWS,
     row_classes: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """Return an HTML table of rows that have the same keys, its columns, with CSS classes by row number.
-
-    None becomes an empty cell. Of more rows than `max_rows`, the middle ones are left out and counted.
-    """
+    """Return an HTML table of rows with the same keys. Of more than `max_rows`, the middle ones are left out and counted."""
     if not rows:
         return ""
     styles = {name: _TEXT if isinstance(value, str) else _NUMBER for name, value in rows[0].items()}
@@ -110,5 +107,4 @@ def _(verdict: Verdict) -> str:
         "phases": html_table(verdict.phases or ()),
         "notes": html_list(verdict.notes),
     }
-    parts = [f"<h4>{title}</h4>{table}" for title, table in tables.items() if table]
-    return html_facts(facts) + "".join(parts)
+    return html_facts(facts) + "".join(f"<h4>{title}</h4>{table}" for title, table in tables.items() if table)

@@ -112,9 +112,8 @@ def _compare(design: Mapping[str, Any], config: Config, run: RunMetrics) -> Comp
     changes = changes_from(candidate)
     # A run that was resumed may have had other batches before.
     starts = [tokens // length for tokens in candidate["start_tokens"]]
-    batches = candidate["sizes"]
     for step, end, size in zip(run.steps, run.samples, run.sizes, strict=True):
-        predicted = batches[bisect.bisect_right(starts, end - size) - 1]
+        predicted = candidate["sizes"][bisect.bisect_right(starts, end - size) - 1]
         if size != predicted and not changes:
             changes = [f"step {step} had a batch of {size:,}, predicted {predicted:,}"]
     rows = [] if changes else _rows(candidate["course"], run, length, with_noise=design["noise_source"] == "noise_scale")

@@ -105,13 +105,10 @@ def in_notebook() -> bool:
 
 
 class TrainProgress:
-    """Shows the events of a run: a bar in a terminal or a notebook, and lines elsewhere. Pass it as `on_event`.
+    """Shows the events of a run: a bar in a terminal or a notebook, elsewhere a line every `log_period` steps.
 
-    Args:
-        console: where to print; None = standard output.
-        log_period: steps between lines if there is no bar.
-        quiet: print nothing.
-        resume_options: of the command that resumes a run of `rampup train`.
+    Pass it as `on_event`. It prints on `console`, None = standard output, or nothing if `quiet`. `resume_options` are those of
+    the command that resumes a run of `rampup train`.
     """
 
     def __init__(

@@ -39,8 +39,7 @@ class Report:
     plan: RampPlan | RolloutPlan | None  # the plan of a ramp or of a rollout; None if there is only a verdict
     notes: Sequence[str] = ()  # remarks about what is legal but costs something
     config: Settings | None = None  # the configuration, whose keys are listed
-    # From a clock to the learning rate of an optimizer step on it; empty if there is none
-    rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)
+    rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)  # of an optimizer step, by clock
     run: RunMetrics | None = None  # the metrics of the run, if there is one
     prediction: Comparison | None = None  # what the design of the run had predicted, if it had one
     verdict: Verdict | None = None  # the verdict on another system's file, if it is one

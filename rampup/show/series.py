@@ -62,19 +62,16 @@ class RunMetrics:
     tokens_per_second: tuple[float, ...]  # NaN if unknown
     sizes: tuple[int, ...]  # samples of each step
     phases: tuple[int, ...]  # phase of each step
-    # evaluations
-    eval_samples: tuple[int, ...] = ()
+    eval_samples: tuple[int, ...] = ()  # of evaluations
     eval_losses: tuple[float, ...] = ()
     # The noise scale in samples, and the ends of its interval; NaN where it is unknown or has no end. Empty if not measured.
     noise_scales: tuple[float, ...] = ()
     noise_lows: tuple[float, ...] = ()
     noise_highs: tuple[float, ...] = ()
-    # What `losses` and `eval_losses` are: `loss`, or `reward` with the accuracy, in a run of reinforcement learning
-    quantity: str = "loss"
+    quantity: str = "loss"  # what `losses` are; with `reward`, of reinforcement learning, `eval_losses` are accuracies
     learning_rates: tuple[float, ...] = ()  # NaN where unknown
     seconds: tuple[float, ...] = ()  # of each step without its compilation; NaN where unknown
-    # Of reinforcement learning: what else there is per step, by its title; NaN where unknown
-    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of reinforcement learning, by title
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
