@@ -1,7 +1,4 @@
-"""`rampup check`: explains and checks another system's configuration, and converts it.
-
-A verdict is complete at any width. A terminal folds it; piped, each row is one line of any length.
-"""
+"""`rampup check`: explains, checks and converts another system's configuration. Piped, a row is a line of any length."""
 
 from __future__ import annotations
 

@@ -38,11 +38,10 @@ CRITICAL = {
 
 def critical(args: argparse.Namespace) -> Result:
     """Train the branches, or what is missing of them."""
-    multiples = tolerance = None
+    multiples = None
     if args.multiples is not None:
         multiples = [exact_fraction(part, what="multiples", key="multiples") for part in args.multiples.split(",")]
-    if args.tolerance is not None:
-        tolerance = float(exact_fraction(args.tolerance, what="tolerance", key="tolerance"))
+    tolerance = None if args.tolerance is None else float(exact_fraction(args.tolerance, what="tolerance", key="tolerance"))
     tokens = None if args.tokens is None else parse_count(args.tokens, what="tokens", key="tokens")
     if args.step is not None and args.step < 1:
         raise ConfigError(f"step={args.step} must be at least 1: there is no checkpoint of step 0", key="step", nearest=(1,))

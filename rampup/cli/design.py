@@ -149,13 +149,12 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 def print_design(facts: Mapping[str, Any], console: Console, written: Path | None = None) -> None:
     """Print the candidates with their steps, time and loss, their schedules, and the assumptions."""
     tokens = format_si(facts["train_tokens"])
-    growth = facts["noise_growth"]
     ends = ("", "_low", "_high")
     start, end = (with_ends(*(facts[f"noise_scale_{place}{each}"] for each in ends)) for place in ("start", "end"))
     console.print(
         f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples: {start} at the start, {end} at the end "
         f"({facts['noise_source']}; last measured: {format_value(facts['noise_scale_last_measured'])}, then growing with the "
-        f"power {growth:.2f})"
+        f"power {facts['noise_growth']:.2f})"
     )
     console.print("a batch of the noise scale costs 100% more tokens than a very small one, a fifth of it 20%")
     unit, per_hour = ("minutes", 60) if max(each["hours"] for each in facts["candidates"]) < 1 else ("hours", 1)

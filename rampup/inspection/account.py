@@ -1,7 +1,6 @@
-"""The account of a compiled program: its collectives, its FLOPs and its memory traffic.
+"""The account of a compiled program, for one device: its collectives, FLOPs and memory traffic.
 
-All numbers are of one device and come from the program's text (`rampup.inspection.hlo`), with every loop counted as often as it
-runs. XLA's own `cost_analysis` counts the body of a loop once.
+Every loop counts as often as it runs. XLA's own `cost_analysis` counts the body of a loop once.
 """
 
 from __future__ import annotations

@@ -232,9 +232,8 @@ class Program:
             if instruction.opcode == "while":
                 trips = self.trips(instruction.name, computation.name)
                 if (body := self.body(instruction)) is not None:
-                    loops = (*visit.loops, instruction.name)
                     more = {"open_loops": visit.open_loops + 1} if trips is None else {"runs": visit.runs * trips}
-                    yield from self.visits(body, visit._replace(loops=loops, **more))
+                    yield from self.visits(body, visit._replace(loops=(*visit.loops, instruction.name), **more))
             elif instruction.opcode not in REDUCERS:
                 in_branch = visit.in_branch or instruction.opcode == "conditional"
                 inside = visit._replace(fused=visit.fused or instruction.opcode == "fusion", in_branch=in_branch)
@@ -329,15 +328,8 @@ def _parse_line(line: str) -> Instruction | None:
         space = re.search(r"S\((\d+)\)", layout)
         dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
         arrays.append(Array(dtype, dims, int(space.group(1)) if space else 0))
-    return Instruction(
-        name=match.group(2),
-        opcode=opcode.group(1),
-        arrays=tuple(arrays),
-        operands=tuple(operands),
-        inner=inner,
-        attributes=line[close + 1 :],
-        is_root=match.group(1) is not None,
-    )
+    is_root = match.group(1) is not None
+    return Instruction(match.group(2), opcode.group(1), tuple(arrays), tuple(operands), inner, line[close + 1 :], is_root)
 
 
 def _add_element(instructions: dict[str, Instruction], name: str) -> None:
@@ -346,9 +338,7 @@ def _add_element(instructions: dict[str, Instruction], name: str) -> None:
     if sign and name not in instructions:
         _add_element(instructions, whole)
         arrays = instructions.get(whole, _UNKNOWN).arrays[int(index) :][:1]
-        instructions[name] = replace(
-            _UNKNOWN, name=name, opcode="get-tuple-element", arrays=arrays, operands=(whole,), attributes=f"index={index}"
-        )
+        instructions[name] = Instruction(name, "get-tuple-element", arrays, (whole,), "", f"index={index}", is_root=False)
 
 
 def _closing(line: str, start: int) -> int:

@@ -1,7 +1,4 @@
-"""Inspect any compiled step, a jitted function or the text of a program: its communication, its sums and its memory.
-
-The facts are read from the compiler's own program, so they hold for GSPMD, `shard_map` and explicit sharding alike.
-"""
+"""What any compiled step sends, sums and keeps, read from the compiler's own program, whatever way of sharding it has."""
 
 from __future__ import annotations
 

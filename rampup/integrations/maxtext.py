@@ -110,14 +110,12 @@ def install() -> Any:
             raise ConfigError(f"{rule}; rampup works with maxtext=={VERSION}")
     train = importlib.import_module(TRAIN)
     utils = importlib.import_module(UTILS)
-    latest_step = found["latest_step"]
     maxtexts = found[GRADIENTS]
-    loader = found["DataLoader"]
 
     def create_rampup_manager(config: Any, checkpoint_manager: Any) -> RampupBatchManager | None:
         if not config.enable_rampup_batch_size:
             return None
-        label = latest_step(checkpoint_manager) if checkpoint_manager else None
+        label = found["latest_step"](checkpoint_manager) if checkpoint_manager else None
         # MaxText writes the checkpoint with label s after s + 1 steps.
         manager = RampupBatchManager(config, 0 if label is None else label + 1)
         raise_together(list(problems(config, manager.ramp)))
@@ -125,7 +123,7 @@ def install() -> Any:
         return manager
 
     def create_dataloader(config: Any, mesh: Any, data_iterator: Any, recorder: Any, manager: Any) -> Any:
-        own = loader(config, mesh, data_iterator, recorder)
+        own = found["DataLoader"](config, mesh, data_iterator, recorder)
         if manager is None:
             return own
         if jax.process_index() == 0:

@@ -205,9 +205,8 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
 
 def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     """Print the batch that each scaling law gives, with its source, and the ranges."""
-    tokens = found["train_tokens"]
     model = "" if found["params"] is None else f", {found['params']:,} parameters"
-    console.print(f"{tokens:,} tokens{model}: batch size in tokens")
+    console.print(f"{found['train_tokens']:,} tokens{model}: batch size in tokens")
     for kind in ("optimal", "critical"):
         laws = [law for law in found["laws"] if law["kind"] == kind]
         shares = ["batch"] if kind == "optimal" else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]

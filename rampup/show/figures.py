@@ -169,10 +169,10 @@ def draw_memory(
     prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
-        axes.bar(place, number / unit, width=0.7, color=OVER if over else BAR, edgecolor=INK, linewidth=0.6, hatch="///" * over)
-        offset = {"xytext": (0, 3), "textcoords": "offset points"}
+        look = {"color": OVER if over else BAR, "edgecolor": INK, "linewidth": 0.6, "hatch": "///" * over}
         box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
-        axes.annotate(f"{number / unit:.3g}", (place, number / unit), ha="center", va="bottom", fontsize=8, bbox=box, **offset)
+        bar = axes.bar(place, number / unit, width=0.7, **look)
+        axes.bar_label(bar, [f"{number / unit:.3g}"], padding=3, fontsize=8, bbox=box)
     axes.set_xticks(range(len(pairs)), [f"{size:,}" for size, _ in pairs])
     axes.set_ylim(0, most / unit * 1.15 if most else 1)
     if limit_bytes is not None:
@@ -285,9 +285,8 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> str:
 def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a width and height in inches."""
     if not MIN_WIDTH <= width <= MAX_WIDTH:
-        nearest = MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH
         rule = f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}"
-        raise ConfigError(rule, key="width", nearest=(nearest,))
+        raise ConfigError(rule, key="width", nearest=(MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH,))
     return import_matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
 
 

@@ -147,10 +147,8 @@ def _keys(config: Settings) -> str:
 
 
 def _pictures(panels: Mapping[str, Any]) -> str:
-    figures = []
-    for title, figure in panels.items():
-        picture = svg_element(figure, title=title, prefix=f"{_anchor(title)}-")
-        figures.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>")
+    pictures = {title: svg_element(figure, title=title, prefix=f"{_anchor(title)}-") for title, figure in panels.items()}
+    figures = (f"<figure><figcaption>{html.escape(name)}</figcaption>{picture}</figure>" for name, picture in pictures.items())
     return f'<div class="charts">{"".join(figures)}</div>'
 
 

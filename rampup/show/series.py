@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.errors import DataError
@@ -15,7 +15,6 @@ from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 
 MAX_POINTS = 1_200
-_Item = TypeVar("_Item")
 
 
 def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
@@ -160,7 +159,7 @@ def mean_of_neighbours(
     return [xs[min(start + number, len(xs)) - 1] for start in range(0, len(xs), number)], means, number
 
 
-def subsample(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+def subsample(items: Sequence[Any], most: int) -> Sequence[Any]:
     """Return at most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
