@@ -18,6 +18,8 @@ from rampup.errors import RampupError
 
 # What these compute has a compiler of its own.
 _OPAQUE = ("pallas_call", "custom_partitioning")
+# What JAX runs only where all axes are manual, or beside at most one that is not.
+_CALLBACKS = ("debug_callback", "debug_print", "pure_callback")
 
 
 def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
@@ -138,6 +140,10 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Me
             elif name == "shard_map":
                 run = functools.partial(_evaluate, eqn.params["jaxpr"], (), mesh=mesh)
                 outputs = _run_manually(run, eqn.params["in_specs"], eqn.params["out_specs"], inputs)
+            elif name in _CALLBACKS and _automatic_axes():
+                whole = PartitionSpec()
+                run = functools.partial(_call_back, eqn, _automatic_axes())
+                outputs = _run_manually(run, [whole] * len(inputs), [whole] * len(eqn.outvars), inputs)
             else:
                 params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
                 bind_params = eqn.primitive.get_bind_params(params)
@@ -183,6 +189,19 @@ def _run_manually(
     own_specs = [[spec_without(spec, others) for spec in specs] for specs in (in_specs, out_specs)]
     options = {"in_specs": tuple(own_specs[0]), "out_specs": own_specs[1], "axis_names": automatic, "check_vma": False}
     return list(jax.shard_map(lambda *args: run(args), **options)(*inputs))
+
+
+def _call_back(eqn: Any, automatic: set[str], inputs: Sequence[Any]) -> list[Any]:
+    """Run a callback where all axes are manual: one without results on a single device along those that were automatic."""
+    if eqn.outvars:
+        return list(eqn.primitive.bind(*inputs, **eqn.params))
+
+    def call() -> None:
+        eqn.primitive.bind(*inputs, **eqn.params)
+
+    is_first = sum(jax.lax.axis_index(name) for name in automatic) == 0
+    jax.lax.cond(is_first, call, lambda: None)
+    return []
 
 
 def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:

@@ -39,6 +39,25 @@ def test_debug_print_and_callbacks_in_the_loss(capfd):
     np.testing.assert_allclose(metrics["aux"]["doubled"], 2 * metrics["loss"] * metrics["weight"], rtol=1e-6)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX has no callbacks in a manual function of a manual function")
+def test_callbacks_beside_a_convolution_run_once_per_replica():
+    """On data, fsdp and tensor, where the loss is evaluated with whole operands, each replica calls back once."""
+    seen = []
+
+    def loss(p, b, k):
+        x = jax.lax.conv_general_dilated(b["x"][None], jnp.eye(8)[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[
+            0
+        ]
+        total, weight, aux = loss_fn(p, b | {"x": x}, k)
+        jax.debug.callback(lambda x: seen.append(float(x)), weight)
+        return total, weight, aux
+
+    metrics = one_step(loss, "data_fsdp_tensor")
+    jax.effects_barrier()
+    assert len(seen) == 2
+    np.testing.assert_allclose(sum(seen), metrics["weight"])
+
+
 def constrained_by_name(mesh, x):
     """Constrain with a NamedSharding."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "tensor")))
