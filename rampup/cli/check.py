@@ -38,8 +38,7 @@ OUTCOMES |= {"runs": "the run uses the sizes as written", "pads": "the run pads 
 OUTCOMES |= {"drops": "the run drops samples", "fails": "the run fails"}
 FOUND_BY = {"validator": "found by its own check", "run": "not checked: the run fails"}
 PHASE_COLUMNS = WHEN | BATCH | {"data_parallel_size": "replicas"} | SPLIT
-# Rows of a table of phases before and after those that are folded.
-FIRST_PHASES, LAST_PHASES = 8, 3
+FIRST_PHASES, LAST_PHASES = 8, 3  # rows of a table of phases before and after those that are folded
 
 
 def check(args: argparse.Namespace) -> Result:

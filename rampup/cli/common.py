@@ -27,8 +27,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
 from rampup.rl.config import RolloutConfig
 
-# RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `enable_huge_pages`.
-SWITCH = "RAMPUP_HUGE_PAGES"
+SWITCH = "RAMPUP_HUGE_PAGES"  # 0 leaves the pages as they are; see `enable_huge_pages`
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -18,8 +18,7 @@ JSON_KEYS = ("steps", "consumed_samples", "first_loss", "final_loss", "num_compi
 JSON_KEYS += ("checkpoint", "seconds", "first_eval_loss", "final_eval_loss")
 ROLLOUT_JSON_KEYS = ("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last")
 ROLLOUT_JSON_KEYS += ("num_compilations", "seconds", "seconds_by_part", "checkpoint")
-# Only with `batch_size_schedule: auto`.
-AUTO_KEYS = ("batch_size_schedule",)
+AUTO_KEYS = ("batch_size_schedule",)  # only with `batch_size_schedule: auto`
 TRAIN = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a run to resume"),
     **OVERRIDES,

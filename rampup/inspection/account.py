@@ -19,18 +19,15 @@ from rampup.plan.topology import Topology
 
 KINDS = {"all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"}
 KINDS |= {"collective-broadcast"}
-# (name, devices) of each axis of a mesh.
-MeshShape = tuple[tuple[str, int], ...]
+MeshShape = tuple[tuple[str, int], ...]  # name and devices of each axis of a mesh
 # Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call"}
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain", *ASYNC_CALLS}
 _WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "reduce", "sort", "scatter", "gather"}
-# A call of a library's matrix product.
-MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
+MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)  # a library's matrix product
 # Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`: one by default.
 _BFLOAT16_PASSES = {"high": 3, "highest": 6}
-# What the window of a convolution may state, and what it means if not.
-_WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+_WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}  # of a convolution: what it may state, with its default
 _ASYNC_FUSION = "async_collective_fusion_config"
 # How a TPU program exchanges arrays with other slices: it sends them to a library on the host.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')

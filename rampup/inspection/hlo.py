@@ -137,8 +137,7 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry = ""  # name of the computation that a run starts with
         header = text[: text.find("\n")]
-        # Whether the instructions are in the order in which they run.
-        self.is_scheduled = "is_scheduled=true" in header
+        self.is_scheduled = "is_scheduled=true" in header  # in the order in which they run
         # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
         start = header.find("input_output_alias={")
         stated = header[start : header.find(" }", start)] if start >= 0 else ""
@@ -282,8 +281,7 @@ class Program:
 
 
 _CALLS = {"fusion", "call", "conditional"}
-# Starts of operations that run asynchronously, as computations of their own.
-ASYNC_CALLS = {"async-start", "call-start"}
+ASYNC_CALLS = {"async-start", "call-start"}  # starts of operations that run asynchronously, as computations of their own
 # Operations whose computation works on single numbers.
 REDUCERS = {"reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
 REDUCERS |= {"all-reduce", "all-reduce-start", "reduce-scatter"}

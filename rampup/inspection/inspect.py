@@ -24,8 +24,7 @@ from rampup.inspection.hlo import REDUCERS, Array, Instruction, Program, Value, 
 
 MAX_TEXT_BYTES = 2**30
 _FLOATS = ("f", "bf", "c")
-# Buffers below this size are not worth a remark.
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES = 64 * 1024  # buffers below this size are not worth a remark
 _LISTED = 4
 _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"')
 _HOST_SPACE = 5

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from rampup.rl.starting_sizes import Suggestion
 
 
-# Of more phases, only the first and the last are printed.
-MAX_PHASES = 20
+MAX_PHASES = 20  # of more phases, only the first and the last are printed
 MAX_TICKS = 2_000
 MARK = "*"
 
@@ -133,12 +132,7 @@ def print_hyperparameters(
 
 
 def print_comparison(
-    plans: Sequence[RampPlan],
-    names: Sequence[str],
-    changed: Mapping[str, Mapping[str, object]],
-    console: Console,
-    *,
-    max_phases: int | None = MAX_PHASES,
+    plans: Sequence[RampPlan], names: Sequence[str], changed: Mapping[str, Any], console: Console, *, max_phases: int | None
 ) -> None:
     """Print two plans side by side: the keys that differ, each with its value in `a` and in `b`, the totals, and the phases."""
     console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)

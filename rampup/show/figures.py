@@ -65,8 +65,7 @@ MAX_BANDS = 40
 MAX_WRITTEN = 12
 MAX_OPERATIONS = 5_000
 MARGIN_INCHES = 1.2
-# What is higher than this many times the limit, or the usual, would make the others too flat to read.
-FAR_ABOVE = 4
+FAR_ABOVE = 4  # times the limit, or the usual: what is higher would make the others too flat to read
 MAX_RUNS = 12
 
 
@@ -142,11 +141,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
 
 
 def draw_memory(
-    rows: Iterable[tuple[int, int | None]],
-    path: str | Path | None = None,
-    *,
-    limit_bytes: int | None = None,
-    width: float = 6.0,
+    rows: Iterable[tuple[int, int | None]], path: str | Path | None = None, *, limit_bytes: int | None = None, width: float = 6
 ) -> Any:
     """Draw the memory of a step by the size of its microbatch.
 

@@ -28,8 +28,7 @@ COMPARED = tuple(
     and not name.endswith("_seed")
 )
 QUANTITIES = ("loss", "steps", "hours", "noise_scale")
-# The loss after some samples is the mean over this share of them, the last.
-LOSS_SHARE = 0.05
+LOSS_SHARE = 0.05  # the loss after some samples is the mean over this share of them, the last
 
 
 class Comparison(NamedTuple):

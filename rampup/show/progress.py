@@ -22,8 +22,7 @@ from rampup.show.console import is_for_a_log, print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
-# A notebook is sent the bar at most this often.
-REDRAW_SECONDS = 0.2
+REDRAW_SECONDS = 0.2  # a notebook is sent the bar at most this often
 # With `batch_size_schedule: auto`, a decision that changes nothing is printed at most every this many `log_period` steps.
 DECISION_LINES = 5
 

@@ -25,8 +25,7 @@ from rampup.show.notebook import html_list, html_table, to_html
 from rampup.show.prediction import Comparison
 from rampup.show.series import RunMetrics
 
-# Of longer tables, only the first and the last rows are in the page.
-MAX_ROWS = 60
+MAX_ROWS = 60  # of longer tables, only the first and the last rows are in the page
 MAX_OPERATIONS = 1_500
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
