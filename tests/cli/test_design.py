@@ -42,6 +42,13 @@ def write_lines(folder, lines):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def tuned_in(run, factor=1):
+    """Write an output of tune by which larger batches save no time, beside a run."""
+    phases = [{"global_batch_size": size, "step_seconds": size / 8 / factor} for size in (4, 8, 16)]
+    run.with_name("tune.json").write_text(json.dumps({"phases": phases}))
+    return run.with_name("tune.json")
+
+
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run whose step times, noise scale and loss follow formulas."""
@@ -159,8 +166,7 @@ def test_critical_batches_are_preferred(run, capsys):
         result = {"step": step, "branches": branches, "critical_batch_size": size, "tokens": 1000}
         result |= {"decisive": True, "tolerance": 0.05, "gain": 0.1}
         (folder / "result.json").write_text(json.dumps(result | {"consumed_samples": samples, "global_batch_size": batch}))
-    tuned = run.with_name("tune.json")
-    tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))
+    tuned = tuned_in(run)
     code, found = run_json(capsys, "design", str(run), *LONG, "--measured", str(tuned))
     assert (code, found["noise_source"]) == (0, "critical")
     # Before the first of them, the noise scale of the run counts, in proportion: it grows from 2 * sqrt(4) to 40 and meets 8.
@@ -172,8 +178,7 @@ def test_critical_batches_are_preferred(run, capsys):
 
 def test_a_constant_rate_has_a_second_model(run, capsys):
     """Where samples cost time, a late switch wins if the noise is forgotten and not by the noise scale; the output says so."""
-    tuned = run.with_name("tune.json")
-    tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))
+    tuned = tuned_in(run)
     arguments = ["design", str(run), "--train-tokens", "5M", "--devices", "1", "--measured", str(tuned)]
     key = "hours_to_same_loss_if_noise_is_forgotten"
     for schedule in ("wsd", "constant", "cosine"):
@@ -189,28 +194,18 @@ def test_a_constant_rate_has_a_second_model(run, capsys):
         assert hours["one late switch"] < 0.95 * hours["constant 4"]
         assert hours["constant 4"] == pytest.approx(next(each["hours"] for each in found["candidates"]), rel=1e-3)
         assert hours.get("seesaw") is None
-    # Where steps take a hundredth of that, all times are in minutes.
+    # Where steps take a hundredth of that, all times are in minutes. The picture is written, and the model is called one.
+    pytest.importorskip("matplotlib")
+    picture = run.with_name("design.png")
     for factor, unit in ((1, "hours"), (100, "minutes")):
-        phases = [{"global_batch_size": size, "step_seconds": size / 8 / factor} for size in (4, 8, 16)]
-        tuned.write_text(json.dumps({"phases": phases}))
-        assert main([*arguments, "lr_schedule_type=wsd"]) == 0
+        tuned_in(run, factor)
+        assert main([*arguments, "lr_schedule_type=constant", "-o", str(picture)]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert f"{unit} to the same loss, the fastest" in text
         assert ("hours" in text) == (factor == 1)
-        assert "the models disagree" in text
-
-
-def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
-    """A configuration with a measured run works as the run itself; the picture is written, the model is called one."""
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "design.png"
-    arguments = ["design", BASE, "--measured", str(run), *LONG, "-o", str(picture)]
-    assert main([*arguments, "lr_schedule_type=constant"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "This is a model, not a measurement" in text
-    assert "no Seesaw candidate" in text
-    assert "those that a tiny batch needs to get as far" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
+        said = ("the models disagree", "This is a model, not a measurement", "those that a tiny batch needs to get as far")
+        assert all(part in text for part in (*said, "no Seesaw candidate"))
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

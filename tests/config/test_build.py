@@ -33,12 +33,10 @@ def test_build_plan_reports_all_problems_at_once():
     ("keys", "error", "key"),
     [
         ({"microbatch_size": 5}, BatchDivisibilityError, "microbatch_size"),
-        ({"eval_per_device_batch_size": 0.3}, BatchDivisibilityError, "eval_per_device_batch_size"),
         ({"ici_tensor_parallelism": 3}, BatchDivisibilityError, "num_devices"),
         ({"num_pipeline_microbatches": 3}, PipelineShapeError, "num_pipeline_microbatches"),
         ({"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6}, PipelineShapeError, "num_pipeline_microbatches"),
         ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 6}, PipelineShapeError, "base_num_decoder_layers"),
-        ({"batch_size_schedule": "0:4 10:6"}, BatchDivisibilityError, "batch_size_schedule"),
     ],
 )
 def test_build_plan_error_names_the_key(keys, error, key):

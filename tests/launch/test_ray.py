@@ -22,14 +22,8 @@ pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
 
 RAY = str(Path(sys.executable).with_name("ray"))
-SETTINGS = TINY_MODEL | {
-    "run_name": "run",
-    "dataset_type": "synthetic",
-    "enable_rampup_batch_size": False,
-    "learning_rate_schedule_steps": 1000,
-    "jax_cache_dir": None,
-    "jax_distributed_heartbeat_timeout_seconds": 10,
-}
+SETTINGS = TINY_MODEL | {"run_name": "run", "dataset_type": "synthetic", "enable_rampup_batch_size": False}
+SETTINGS |= {"learning_rate_schedule_steps": 1000, "jax_cache_dir": None, "jax_distributed_heartbeat_timeout_seconds": 10}
 
 
 class Ray:

@@ -29,11 +29,6 @@ def quarter_cosine(t):
     return math.cos(math.pi / 2 * t)
 
 
-def cuts_by(factor, samples):
-    """Return cuts by a factor at each of these samples."""
-    return tuple(Cut(sample=sample, level=factor ** -(k + 1)) for k, sample in enumerate(samples))
-
-
 def segments_of(seesaw):
     """Return the clock of a Seesaw whose learning rate does not follow the planned batch."""
     return clock_segments(seesaw.ramp, clock="samples", schedule_steps=100, scaling="none", reference_size=1, seesaw=seesaw)
@@ -47,17 +42,6 @@ def test_cosine_saves_the_published_steps(factor, saved):
     seesaw = Seesaw(base=BatchRamp.constant(1000), cuts=cuts, total_samples=total)
     steps = seesaw.ramp.step_of_sample(total - 1) + 1
     assert 1 - steps / (total / 1000) == pytest.approx(saved, abs=0.002)
-
-
-@pytest.mark.parametrize("factor", [2, 4, 1.5, 3])
-def test_each_cut_becomes_a_cut_by_the_root_and_a_larger_batch(factor):
-    """At every cut the rate falls by sqrt(a) and the batch grows by a, to a sample's rounding."""
-    base, samples = 1 << 20, [10**8 * k for k in range(1, 6)]
-    segments = segments_of(Seesaw(base=BatchRamp.constant(base), cuts=cuts_by(factor, samples)))
-    for k, segment in enumerate(segments):
-        assert segment.global_batch_size == pytest.approx(base * factor**k, abs=1)
-        assert segment.level * segment.scale == pytest.approx(factor ** (-k / 2), rel=1e-5)
-    assert len(segments) == 6
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
@@ -109,7 +93,7 @@ def test_bad_clocks_cuts_and_limits_are_refused():
         clock_segments(RAMP, clock="tokens", schedule_steps=10, scaling="none", reference_size=32)
     base = BatchRamp.constant(8)
     with pytest.raises(RampDefinitionError, match="increasing samples"):
-        Seesaw(base=base, cuts=cuts_by(2, [20, 10]))
+        Seesaw(base=base, cuts=(Cut(sample=20, level=0.5), Cut(sample=10, level=0.25)))
     with pytest.raises(RampDefinitionError, match="lower the rate"):
         Seesaw(base=base, cuts=(Cut(sample=3, level=1.5),))
     with pytest.raises(RampDefinitionError, match="at least the largest planned batch, 8") as caught:

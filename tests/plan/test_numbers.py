@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError
@@ -53,17 +53,16 @@ def test_to_yaml_number_reads_back(value):
     assert abs(numbers.plain_number(value) - value) < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("value", "step", "expected"),
-    [(1000, 512, [512, 1024]), (3, 8, [8]), (8, 8, [8]), (16, 8, [8, 16]), (17, 8, [16, 24]), (0, 4, [4]), (-5, 4, [4])],
-)
-def test_nearest_multiples(value, step, expected):
-    """The positive multiples around a value are returned, and an error has the same ones."""
-    assert nearest_multiples(value, step) == expected
-    error = BatchDivisibilityError("", value=value, divisor=step)
-    assert [n for n in (error.nearest_below, error.nearest_above) if n] == expected == list(error.nearest)
+@given(st.integers(-20, 60), st.integers(1, 12))
+def test_an_error_has_the_nearest_multiples(value, divisor):
+    """An error about a value that does not divide has the positive multiples around it."""
+    error = BatchDivisibilityError("", value=value, divisor=divisor)
+    around = [n for n in (error.nearest_below, error.nearest_above) if n]
+    assert around == list(error.nearest) == nearest_multiples(value, divisor)
 
 
+@example(Fraction(16), Fraction(8), Fraction(0))
+@example(Fraction(3), Fraction(8), Fraction(0))
 @given(st.fractions(-9, 9, max_denominator=6), st.fractions("1/6", 3, max_denominator=6), st.fractions(0, 3, max_denominator=6))
 def test_nearest_multiples_with_offset(value, step, offset):
     """Fractions are the positive numbers offset + n * step around a value, found by listing them all."""

@@ -64,15 +64,6 @@ def test_ramp_from_config_errors_have_legal_values(change, error, key, nearest):
         ramp_from_config(4, splitter=splitter, **(keys | {key: value}))
 
 
-def test_batch_size_schedule_sets_the_global_batch():
-    """A schedule may count in tokens, and needs no per-device sizes."""
-    keys = {"num_devices": 4, "per_device_batch_size": 1, "gradient_accumulation_steps": 2, "batch_size_schedule": "0:8 1K:16"}
-    ramp = ramp_from_config(**keys, batch_size_schedule_unit="tokens", max_target_length=10)
-    assert [(p.start_sample, p.global_batch_size) for p in ramp.phases] == [(0, 8), (104, 16)]
-    with pytest.raises(ConfigError, match="must be one of samples, tokens"):
-        ramp_from_config(**keys, batch_size_schedule_unit="bytes")
-
-
 def config(**changes):
     """Return an object with only MaxText's attributes."""
     return SimpleNamespace(num_target_devices=4, **LINEAR | changes)
@@ -115,6 +106,8 @@ def test_manager_of_other_ramps():
         RampupBatchManager(SimpleNamespace(per_device_batch_size=4), 0)
     with pytest.raises(RampDefinitionError, match="step_num=-2"):
         RampupBatchManager(config(), -2)
+    with pytest.raises(ConfigError, match="must be one of samples, tokens"):
+        RampupBatchManager(config(batch_size_schedule="0:8", batch_size_schedule_unit="bytes"), 0)
     scheduled = RampupBatchManager(config(batch_size_schedule="0:8 100:16"), 13)
     assert scheduled.global_batch_size_current == 16
     assert scheduled.global_rampup_samples == 104

@@ -16,32 +16,22 @@ PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_de
 PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "per_stage", "repeats", "expected"),
-    [(8, 4, 1, -1, 2), (8, 4, 2, -1, 1), (8, 1, 1, -1, 1), (12, 2, 2, 3, 3)],
-)
-def test_pipeline_repeats(layers, stages, per_stage, repeats, expected):
-    """Repeats are derived from the layers."""
-    result = pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
-    assert result == expected
+REPEATS = {(8, 4, 1, -1): 2, (8, 4, 2, -1): 1, (8, 1, 1, -1): 1, (12, 2, 2, 3): 3}
+NEAREST = {(8, 3, 1, -1): (6, 9), (8, 4, 3, -1): (12,), (8, 4, 1, 3): (12,), (0, 4, 1, -1): (1,)}
+NEAREST |= dict.fromkeys([(8, 1, 1, 2), (8, 4, 1, 0)], (-1, 1))
 
 
-@pytest.mark.parametrize(
-    ("layers", "stages", "per_stage", "repeats", "nearest"),
-    [
-        (8, 3, 1, -1, (6, 9)),
-        (8, 4, 3, -1, (12,)),
-        (8, 4, 1, 3, (12,)),
-        (8, 1, 1, 2, (-1, 1)),
-        (8, 4, 1, 0, (-1, 1)),
-        (0, 4, 1, -1, (1,)),
-    ],
-)
-def test_pipeline_repeats_rejects_other_layers(layers, stages, per_stage, repeats, nearest):
-    """Layers = stages * repeats * layers per stage, or an error with the nearest number of layers."""
+@pytest.mark.parametrize("shape", [*REPEATS, *NEAREST])
+def test_pipeline_repeats_follow_from_the_layers(shape):
+    """Layers = stages * repeats * layers per stage, or an error with the nearest number of layers or of repeats."""
+    names = ("num_layers", "num_stages", "num_layers_per_stage", "num_repeats")
+    keys = dict(zip(names, shape, strict=True))
+    if shape in REPEATS:
+        assert pipeline_repeats(**keys) == REPEATS[shape]
+        return
     with pytest.raises(PipelineShapeError) as caught:
-        pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
-    assert caught.value.nearest == nearest
+        pipeline_repeats(**keys)
+    assert caught.value.nearest == NEAREST[shape]
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
