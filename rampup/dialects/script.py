@@ -180,7 +180,7 @@ def read_commands(
         # Those of branches that are not taken, as written.
         skipped = [(said, node) for said, rows in reader.skipped for node in _walk(rows) if node.kind == "command"]
         found = [(said, node) for said, node in skipped if nested.search(" ".join(node.words))]
-        reader.commands += [Command(tuple(node.words), node.line, str(path), skipped=said) for said, node in found]
+        reader.commands += [Command(tuple(node.words), node.line, str(reader.path), skipped=said) for said, node in found]
     return reader.commands
 
 
@@ -984,11 +984,12 @@ class _Reader:
     def substitute(self, text: str) -> str | None:
         """Return what a command substitution prints, if it is known: that of one pipe, perhaps after `cd`."""
         try:
-            *before, (_, _, nodes) = parse(text, 0)
+            *before, (connector, _, nodes) = parse(text, 0)
         except (ValueError, IndexError):
             return None
         with self.changed(depth=self.depth + 1, env=dict(self.env)):
-            if self.depth >= MAX_NESTING or any(len(pipe) > 1 or pipe[0].words[:1] != ["cd"] for _, _, pipe in before):
+            is_plain = connector != "||" and all(len(pipe) == 1 and pipe[0].words[:1] == ["cd"] for _, _, pipe in before)
+            if self.depth >= MAX_NESTING or not is_plain:
                 return None
             self.run(before)
             printed = self.output(nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import re
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Parser:
         self.text = text
         self.at = 0
         self.line = line  # of all nodes, if the text has none
+        self.newlines = [match.start() for match in re.finditer("\n", text)]
         self.documents: list[Document] = []  # those that begin in the next line
 
     def script(self) -> list[Any]:
@@ -107,7 +109,7 @@ class Parser:
 
     def here(self, at: int | None = None) -> int:
         """Return the line of the next word, or of a place in the text."""
-        return self.text.count("\n", 0, self.at if at is None else at) + 1 if self.line is None else self.line
+        return bisect.bisect_left(self.newlines, self.at if at is None else at) + 1 if self.line is None else self.line
 
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""

@@ -222,7 +222,7 @@ _PROGRAMS = re.compile(
     r"|(?:main_[^/]*)?"
 )
 _NUMBER = re.compile(r"v?(\d+)\.(\d+)([\w.]*)")
-_PIN = re.compile(r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.\d+[\w.]*)")
+_PIN = re.compile(r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)")
 _PINNED = ("requirements*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
@@ -318,7 +318,7 @@ def _statements(path: str) -> Iterator[_Evidence]:
     for folder in repository_folders(path):
         for file in (file for pattern in _PINNED for file in sorted(folder.glob(pattern)) if file.is_file()):
             if match := _PIN.search(read_text(file)):
-                yield [min(max(int(match[1].split(".")[1]), 1), NEWEST)], f"{_short(file)} pins {match[1]}"
+                yield [min(max(int(match[2]), 1), NEWEST)], f"{_short(file)} pins {match[1]}"
 
 
 def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:

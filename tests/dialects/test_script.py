@@ -297,7 +297,7 @@ OPEN = [
     ("C=${CUDA_VISIBLE_DEVICES//[^,]/}; N=$((${#C} + 1))", "the script does not say what $CUDA_VISIBLE_DEVICES is"),
     ("M=a8; [[ $M =~ [0-9] ]]; N=${BASH_REMATCH[0]}", "the script does not say what $BASH_REMATCH is"),
     ("A=(1 2 3); unset 'A[1]'; N=${#A[@]}", "the script does not say what $A is"),
-    ("N=$(wc -l < hosts)", "the script does not say what $N is"),
+    ("if [ $(wc -l < hosts) = 0 ]; then N=$(cd x || echo 8); else N=8; fi", WHETHER.format("[ $(wc -l < hosts) = 0 ]")),
     ("N=$(awk -F, '{print NF}' <<< $CUDA_VISIBLE_DEVICES)", "the script does not say what $N is"),
     ("case $HOSTNAME in a*) N=4;; *) N=8;; esac", "the script does not say what $HOSTNAME is"),
     ("A=($(hosts) b); N=${A[1]}", "the script does not say what $A is"),

@@ -306,7 +306,7 @@ def test_version_is_stated_by_the_user_a_file_a_pin_or_the_keys(tmp_path):
     expect(found, note=["later versions do not read", "0.2: 128 samples, 1 update of 128", "verl_version=... chooses one"])
     fitting = "the rules are those of veRL 0.2: +trainer.balance_batch does not fit"
     expect(check(f"{PPO} {NEW} +trainer.balance_batch=True"), note=fitting)
-    (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4.1\n")
+    (tmp_path / "requirements.txt").write_text("torch\nverl[vllm]==0.4rc1\n")
     expect(check(f"{PPO} {NEW}"), note="the rules are those of veRL 0.4: ")
     (tmp_path / "verl" / "version").mkdir(parents=True)
     (tmp_path / "verl" / "version" / "version").write_text("0.0.2\n")
