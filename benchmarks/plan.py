@@ -30,9 +30,9 @@ from rampup.lm.transformer import LanguageModel
 from rampup.loop.events import RunPlanned
 from rampup.loop.loop import Loop
 from rampup.loop.metrics import MetricOptions
-from rampup.plan.per_device import RampupBatchManager
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp_keys import RampupBatchManager
 from rampup.show.progress import TrainProgress
 
 FAR_STEP = 10**9

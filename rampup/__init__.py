@@ -73,13 +73,13 @@ if TYPE_CHECKING:  # for editors and type checkers
     from rampup.loop.metrics import MetricOptions as MetricOptions
     from rampup.plan.learning_rate import Seesaw as Seesaw
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
-    from rampup.plan.per_device import RampupBatchManager as RampupBatchManager
-    from rampup.plan.per_device import ramp_from_config as ramp_from_config
     from rampup.plan.pipeline import Timetable as Timetable
     from rampup.plan.plan import PlanPosition as PlanPosition
     from rampup.plan.plan import RampPlan as RampPlan
     from rampup.plan.ramp import BatchRamp as BatchRamp
     from rampup.plan.ramp import Phase as Phase
+    from rampup.plan.ramp_keys import RampupBatchManager as RampupBatchManager
+    from rampup.plan.ramp_keys import ramp_from_config as ramp_from_config
     from rampup.plan.split import BatchSplit as BatchSplit
     from rampup.plan.split import BatchSplitter as BatchSplitter
     from rampup.plan.topology import Topology as Topology

@@ -19,10 +19,10 @@ from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, a_ty
 from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, divisors, exact_fraction
-from rampup.plan.per_device import AUTO_SCHEDULE, auto_sizes, global_batch_sizes, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp_keys import AUTO_SCHEDULE, auto_sizes, global_batch_sizes, ramp_from_config
 from rampup.plan.refusal import END, START, batch_error
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import Topology
@@ -190,10 +190,11 @@ def sizes_to_reserve(config: Config, num_devices: int, splitter: BatchSplitter) 
 def make_ramp(
     config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None
 ) -> BatchRamp:
-    """Return the ramp. With a splitter, sizes per device must be legal for it; `RampPlan` checks global ones."""
+    """Return the ramp. A splitter refuses sizes per device that no microbatch fits; `RampPlan` checks every batch fully."""
     if config.batch_size_schedule == AUTO_SCHEDULE:
         assert reserved_sizes is not None
         return BatchRamp.constant(reserved_sizes[0])
+    # If only `microbatch_size` does not fit, `RampPlan` refuses: the error then offers other microbatches, not other sizes.
     unfixed = None if splitter is None else replace(splitter, microbatch_size=AUTO)
     return ramp_from_config(config, num_devices, budget=budget_samples(config), splitter=unfixed)
 

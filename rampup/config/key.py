@@ -23,7 +23,7 @@ EXPECTED: dict[Kind, str] = {
     "text": "text that is not empty",
     "name": "a folder name of letters, digits, '.', '_' and '-'",
 }
-# With up to three decimals and a suffix of at least 1,000, a number is whole; with six digits, it is at most 10**18.
+# With up to three decimals and a suffix, a number is whole; with six digits, at most 10**18. `parse_count` takes 1.2000K too.
 SUFFIXED_COUNT = re.compile(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,3})?[KMBTkmbt]")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _BOOL_WORDS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
@@ -136,7 +136,7 @@ class Key:
             words = [EXPECTED[self.kind], *shown, *(f"or {value}" for value in self.also)]
         return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
-    def read(self, name: str, value: object) -> Any:
+    def convert(self, name: str, value: object) -> Any:
         """Convert a value from YAML or Python to this key's type and check its limits; an error calls it `name`."""
         if value is None and "none" in self.choices:
             return "none"
@@ -146,9 +146,9 @@ class Key:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        converted = _convert(self.kind, value)
+        converted = _as_kind(self.kind, value)
         if converted is None:
-            hint = ""
+            hint = ", such as 1600 or 1.6K" if self.kind == "int" and isinstance(value, str) and value[:1].isdigit() else ""
             if self.kind in ("text", "name") and isinstance(value, bool | int | float):
                 hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
             if name == "batch_size_schedule" and isinstance(value, list | Mapping):
@@ -163,9 +163,9 @@ class Key:
         return converted
 
     def allows(self, value: object) -> bool:
-        """Return whether `read` accepts a value."""
+        """Return whether `convert` accepts a value."""
         try:
-            self.read("", value)
+            self.convert("", value)
         except ConfigError:
             return False
         return True
@@ -187,7 +187,7 @@ class Key:
             candidates = [str(value)] if isinstance(value, bool | int | float) else []
         elif self.kind == "bool":
             candidates = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
-        elif isinstance(value, str | float) and (number := _convert("size", value)) is not None:
+        elif isinstance(value, str | float) and (number := _as_kind("size", value)) is not None:
             candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
         return [candidate for candidate in candidates if self.allows(candidate)]
 
@@ -207,7 +207,7 @@ class Settings:
     """A checked configuration: one attribute per key, each value read once, when the object is made.
 
     `sources` says where each value that was set comes from, by key. All bad values are one ConfigError; if there are none, so
-    are all keys that contradict each other.
+    is all that `_contradictions` finds.
     """
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -228,7 +228,7 @@ class Settings:
         for name, spec in self.keys().items():
             attribute = attribute_of(name)
             try:
-                object.__setattr__(self, attribute, spec.read(name, getattr(self, attribute)))
+                object.__setattr__(self, attribute, spec.convert(name, getattr(self, attribute)))
             except ConfigError as error:
                 problems.append(error)
         raise_together(problems)
@@ -275,7 +275,7 @@ def attribute_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _convert(kind: Kind, value: object) -> Any:
+def _as_kind(kind: Kind, value: object) -> Any:
     """Return a value as the type of a kind; None if it has another type."""
     if kind == "bool":
         return value if isinstance(value, bool) else None

@@ -13,7 +13,7 @@ from rampup.config.key import Key, Settings, closest_keys
 from rampup.config.schema import BUDGET_KEYS, PRESETS, Config, auto_implies
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.per_device import AUTO_SCHEDULE
+from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
 BASE = "base_config"
 ENVIRONMENT_PREFIX = "RAMPUP_"
@@ -36,11 +36,11 @@ def load_config(
     Args:
         path: a YAML file. A bare name that does not exist here is looked up among the configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
-        environ: environment variables. `RAMPUP_STEPS=10` sets `steps` and wins over the file.
+        environ: environment variables, such as `os.environ`. `RAMPUP_STEPS=10` sets `steps` and wins over the file. None: none.
         text: the content of the file, if it is not to be read from `path`.
 
     Raises:
-        ConfigError: unknown keys or bad values, all at once, each with file, line and key; or a file that cannot be read.
+        ConfigError: a file that cannot be read; all unknown keys and bad values, with file and line; or else contradictions.
     """
     return load_settings(Config, path, overrides, environ=environ, text=text)
 
@@ -84,7 +84,7 @@ def load_settings(
 def locate_values(
     file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
 ) -> tuple[dict[str, Located], list[RampupError]]:
-    """Return the unchecked value of each key that is set, with its place, and the errors about names that are no keys."""
+    """Return the unchecked value of each key that is set, with its place, and the errors about unknown or repeated names."""
     problems: list[RampupError] = []
 
     def unknown_key(name: str, entry: Located) -> ConfigError:
@@ -108,7 +108,8 @@ def locate_values(
             text = "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
             raise ConfigError(f"{text}configs/base.yml", key=unknown[0], path=str(file))
         problems += [unknown_key(name, own[name]) for name in unknown[:MAX_UNKNOWN]]
-        located = _override({name: entry for name, entry in own.items() if name in keys}, located, keys)
+        # `_files` goes from the file to its bases, so what is located already is nearer.
+        located = _override(far={name: entry for name, entry in own.items() if name in keys}, near=located, keys=keys)
 
     texts: list[tuple[str, Located]] = []
     for setting in overrides:
@@ -134,10 +135,10 @@ def locate_values(
         if before is not entry and before.value != entry.value:
             twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
             problems.append(ConfigError(twice, key=name))
-    return _override(located, settings, keys), problems
+    return _override(far=located, near=settings, keys=keys), problems
 
 
-def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
+def _override(*, far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
     """Return the entries of two places. The place nearer to the command line wins.
 
     They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset

@@ -19,8 +19,8 @@ from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupErr
 from rampup.plan.learning_rate import Seesaw
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_in
-from rampup.plan.per_device import AUTO_SCHEDULE, ramp_from_config
 from rampup.plan.ramp import BatchRamp, parse_schedule
+from rampup.plan.ramp_keys import AUTO_SCHEDULE, ramp_from_config
 from rampup.plan.refusal import batch_error, nearest_batches
 from rampup.plan.split import BatchSplitter
 

@@ -14,9 +14,9 @@ from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupErro
 from rampup.plan.learning_rate import Seesaw
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import AUTO, divisors, nearest_in
-from rampup.plan.per_device import AUTO_SCHEDULE
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp_keys import AUTO_SCHEDULE
 
 MAX_DEVICES_LISTED = 16
 

@@ -17,14 +17,14 @@ from rampup.config.key import Settings, key
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
-from rampup.plan.per_device import AUTO_SCHEDULE, SCHEDULE_UNITS
 from rampup.plan.ramp import AUTO_MODES, AutoMode
-from rampup.plan.refusal import START
+from rampup.plan.ramp_keys import AUTO_SCHEDULE, SCHEDULE_UNITS
+from rampup.plan.refusal import INCREMENT, RAMP_SAMPLES, START
 from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
 # The switch of the linear ramp, and the keys that only it uses.
 _LINEAR = "enable_rampup_batch_size"
-_LINEAR_KEYS = (START, "per_device_batch_size_increment", "global_rampup_samples", "rampup_carry_overshoot")
+_LINEAR_KEYS = (START, INCREMENT, RAMP_SAMPLES, "rampup_carry_overshoot")
 
 # The keys that set the length of a run; one of them is given.
 BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
@@ -32,7 +32,7 @@ BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
 NANOCHAT_REFERENCE_TOKENS = 1_321_210_944
 NANOCHAT_REFERENCE_BATCH = 2**19
 # The keys with which a preset sets the batch.
-_PRESET_RAMP_KEYS = ("enable_rampup_batch_size", "batch_size_schedule", "batch_size_schedule_unit")
+_PRESET_RAMP_KEYS = (_LINEAR, "batch_size_schedule", "batch_size_schedule_unit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +226,8 @@ class BatchKeys(Settings):
 
     enable_rampup_batch_size: bool = _ramp(True, maxtext="false", ramp=True, doc="""
         Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size,
-        over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise,
-        false if per_device_batch_size or batch_size_schedule is set.""")
+        over global_rampup_samples samples. Excludes batch_size_schedule. Must be set, even to true, if another key of the ramp
+        is; else, false if per_device_batch_size or batch_size_schedule is set.""")
     per_device_batch_size_start: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
         doc="""Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
     per_device_batch_size_increment: Fraction = _ramp(Fraction(2), above=0, unit="samples", ramp=True, per_accumulation=True,
@@ -498,7 +498,8 @@ class DataKeys(Settings):
 class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     """A complete, checked configuration; every attribute is a key of the YAML file. A function takes the group that it needs.
 
-    A ConfigError has all bad values or, if there are none, all keys that contradict each other.
+    A ConfigError has all bad values or, if there are none, the contradictions that need no plan. `build_plan` finds the
+    others, such as two ramps.
 
     Example:
         >>> Config(steps=10).steps
@@ -621,7 +622,7 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
                 refuse(name, f"{name}={getattr(self, name)} has no effect with batch_scaling={scaling}")
         problems += head_problems(self)
 
-        # A key of the linear ramp is set, and nothing says whether there is one.
+        # A key of the linear ramp is set, and nothing says whether there is one; with an explicit false, they are ignored.
         is_auto = self.batch_size_schedule == AUTO_SCHEDULE
         # `auto` starts with the first size of the ramp.
         ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == START)]

@@ -29,7 +29,7 @@ from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
 from rampup.plan.pipeline import bubble_fraction
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import MAX_PHASES, restarted_segments
+from rampup.plan.ramp import MAX_PHASES, segments_counted_per_phase
 
 END = "per_device_batch_size"
 START, INCREMENT = (f"{END}_{part}" for part in ("start", "increment"))
@@ -385,7 +385,8 @@ class MaxTextJob(PretrainingJob):
             return []
         rows = []
         step = consumed = 0
-        for num_steps, size in restarted_segments(range(start, end, max(increment, 1)), self[SAMPLES], self.num_increments):
+        sizes = range(start, end, max(increment, 1))
+        for num_steps, size in segments_counted_per_phase(sizes, self[SAMPLES], self.num_increments):
             rows.append((step, size, consumed))
             step, consumed = step + num_steps, consumed + num_steps * size
         return [*rows, (step, end, consumed)]

@@ -184,7 +184,7 @@ def type_settings(reading: Reading, launch: Launch, defaults: Mapping[str, Any] 
                 notes.append(f"{error}. The numbers of a step are the same without it.")
                 known.discard(name)
                 continue
-            values[name] = entries[name].key.read(name, value)
+            values[name] = entries[name].key.convert(name, value)
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)

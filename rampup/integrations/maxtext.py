@@ -28,8 +28,8 @@ from rich.console import Console
 
 from rampup.engine.accumulate import accumulate, take
 from rampup.errors import ConfigError, MissingDependencyError, RampupError, ResumeMismatchError, raise_together
-from rampup.plan.per_device import RampupBatchManager
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp_keys import RampupBatchManager
 from rampup.show.console import MAX_PHASES, make_table
 
 VERSION = "0.2.5"

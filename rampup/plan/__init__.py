@@ -1,12 +1,12 @@
 """The plan of a run: pure arithmetic on integers and fractions, without jax."""
 
 from rampup.plan.mesh_axes import MeshAxes as MeshAxes
-from rampup.plan.per_device import RampupBatchManager as RampupBatchManager
-from rampup.plan.per_device import ramp_from_config as ramp_from_config
 from rampup.plan.pipeline import Timetable as Timetable
 from rampup.plan.plan import PlanPosition as PlanPosition
 from rampup.plan.plan import RampPlan as RampPlan
 from rampup.plan.ramp import BatchRamp as BatchRamp
 from rampup.plan.ramp import Phase as Phase
+from rampup.plan.ramp_keys import RampupBatchManager as RampupBatchManager
+from rampup.plan.ramp_keys import ramp_from_config as ramp_from_config
 from rampup.plan.split import BatchSplit as BatchSplit
 from rampup.plan.split import BatchSplitter as BatchSplitter

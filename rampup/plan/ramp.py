@@ -45,9 +45,9 @@ class Phase:
         return f"phase {self.index}, from sample {self.start_sample:,}"
 
 
-# Samples are the primary clock. A threshold is a number of samples, steps follow from it, and a step is never cut: a phase ends
-# with the first step that reaches its threshold. The next phase starts where it ends, so `samples_before` and `step_of_sample`
-# are exact inverses at the first sample of every step.
+# Samples are the primary clock. A threshold is a number of samples after which a size begins, counted from the start of a run
+# or, in a linear ramp without `carry_overshoot`, of the phase before. A step is never cut: the size begins with the first at
+# or past it. So `samples_before` and `step_of_sample` are exact inverses at the first sample of every step.
 #
 # Resuming and `batch_size_schedule: auto` rest on one guarantee: the batches before a step depend only on the phases up to it.
 # Phases may be appended, and `spliced_at(step, other)` keeps the batches before `step`: equal batches mean equal steps, samples
@@ -59,8 +59,8 @@ class BatchRamp:
     Attributes:
         phases: the phases in order. The last one never ends.
         sizes: the global batch size of every phase, in samples (derived).
-        num_increments: the number of requested changes of size. One large step can skip a size.
-        samples_per_increment: the requested samples per change of a linear ramp, exactly. None for other ramps.
+        num_increments: the number of requested changes of size; one large step can skip a size. From rows, that of actual ones.
+        samples_per_increment: the requested samples per change of a linear ramp, exactly. None for other ramps and from rows.
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -100,7 +100,7 @@ class BatchRamp:
     @classmethod
     def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
         """Return a ramp that grows from `start` to `end` by `increment` over `samples`, all in samples; phases have equal
-        shares.
+        shares, before rounding to whole steps.
 
         Without `carry_overshoot`, each phase counts from zero and has at least one step (MaxText, `RampupBatchManager.update`).
         With it, the size changes at the first step at or past each multiple of the share, counted over the whole run, so a size
@@ -126,10 +126,10 @@ class BatchRamp:
         each = Fraction(samples, num_increments)
         if carry_overshoot:
             pairs = [(math.ceil(each * k), start + k * increment) for k in range(num_increments + 1)]
-            segments = _stepwise_segments(pairs)
+            segments = _segments_counted_over_run(pairs)
         else:
-            restarted = restarted_segments(range(start, end, increment), samples, num_increments)
-            segments = itertools.chain(restarted, [(None, end)])
+            growing = segments_counted_per_phase(range(start, end, increment), samples, num_increments)
+            segments = itertools.chain(growing, [(None, end)])
         return cls._from_segments(segments, num_increments=num_increments, samples_per_increment=each)
 
     @classmethod
@@ -161,7 +161,7 @@ class BatchRamp:
         ]
         raise_together(problems)
         num_increments = sum(before[1] != after[1] for before, after in itertools.pairwise(pairs))
-        return cls._from_segments(_stepwise_segments(pairs), num_increments=num_increments)
+        return cls._from_segments(_segments_counted_over_run(pairs), num_increments=num_increments)
 
     @classmethod
     def from_schedule(
@@ -197,7 +197,7 @@ class BatchRamp:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
-        """Return the ramp with the given rows, as returned by `to_rows`: each starts where the one before it ends."""
+        """Return a ramp with the phases that `to_rows` returned as rows: each starts where the one before it ends."""
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
         phases = [
@@ -223,7 +223,7 @@ class BatchRamp:
         before = [(min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done]
         consumed = self.samples_before(step)
         rest = other.phases[other.phase_of_sample(consumed).index :]
-        after = _stepwise_segments([(phase.start_sample, phase.global_batch_size) for phase in rest], consumed)
+        after = _segments_counted_over_run([(phase.start_sample, phase.global_batch_size) for phase in rest], consumed)
         return BatchRamp._from_segments([*before, *after], num_increments=other.num_increments)
 
     @classmethod
@@ -234,7 +234,7 @@ class BatchRamp:
         num_increments: int = 0,
         samples_per_increment: Fraction | None = None,
     ) -> Self:
-        """Return the ramp of these steps and sizes, with neighbors of one size as one phase. Only the last one has no steps."""
+        """Return the ramp of these steps and sizes, with neighbors of one size as one phase. The last has no end: None."""
         phases, step, sample = [], 0, 0
         for index, (size, parts) in enumerate(itertools.groupby(segments, key=lambda segment: segment[1])):
             numbers = [num_steps for num_steps, _ in parts]
@@ -279,7 +279,7 @@ class BatchRamp:
         return self.phase_at(step).global_batch_size
 
     def samples_before(self, step: int) -> int:
-        """Return the samples consumed by the first `step` steps. The inverse of `step_of_sample`."""
+        """Return the samples consumed by the first `step` steps, which is the first sample of step `step`."""
         phase = self.phase_at(step)
         return phase.start_sample + (step - phase.start_step) * phase.global_batch_size
 
@@ -290,7 +290,7 @@ class BatchRamp:
         return self.phases[bisect.bisect_right(self._start_samples, sample) - 1]
 
     def step_of_sample(self, sample: int) -> int:
-        """Return the step that consumes sample number `sample`, counted from 0. The inverse of `samples_before`."""
+        """Return the step that consumes sample number `sample`, counted from 0. `samples_before` gives its first sample."""
         phase = self.phase_of_sample(sample)
         return phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
 
@@ -336,13 +336,13 @@ def check_num_phases(number: int, *, key: str | None = None) -> None:
         raise RampDefinitionError(problem, key=key)
 
 
-def restarted_segments(sizes: Iterable[int], samples: int, num_increments: int) -> Iterator[tuple[int, int]]:
+def segments_counted_per_phase(sizes: Iterable[int], samples: int, num_increments: int) -> Iterator[tuple[int, int]]:
     """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size), at least 1."""
     for size in sizes:
         yield max(-(-samples // (num_increments * size)), 1), size
 
 
-def _stepwise_segments(pairs: Sequence[tuple[int, int]], consumed: int = 0) -> Iterator[tuple[int | None, int]]:
+def _segments_counted_over_run(pairs: Sequence[tuple[int, int]], consumed: int = 0) -> Iterator[tuple[int | None, int]]:
     """Yield (steps, size): each size until the first step at or past the next threshold, unless that is passed already."""
     for (_, size), (threshold, _) in itertools.pairwise(pairs):
         num_steps = -(-(threshold - consumed) // size)

@@ -1,6 +1,6 @@
 """Errors about sizes that a plan refuses: the rule, both numbers and the nearest legal values.
 
-Nothing here runs for a legal plan. Who refuses a size has checked it; these functions search what it could be instead.
+Nothing here runs for a legal size. Who refuses a size has checked it; these functions search what it could be instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rampup.plan.numbers import divisors, format_product, nearest_in, nearest_mu
 if TYPE_CHECKING:
     from rampup.plan.split import BatchSplitter
 
-# The sizes per device of a linear ramp, in MaxText's keys.
+# MaxText's keys of a linear ramp: sizes per device, and samples of the whole ramp. `ramp_keys`, which reads them, imports this.
 START = "per_device_batch_size_start"
 INCREMENT = "per_device_batch_size_increment"
 END = "per_device_batch_size"
+RAMP_SAMPLES = "global_rampup_samples"
 
 
 # Whether a batch B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as

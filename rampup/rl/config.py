@@ -22,8 +22,8 @@ from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import ModelKeys, head_problems
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
-from rampup.plan.per_device import AUTO_SCHEDULE
 from rampup.plan.ramp import parse_schedule
+from rampup.plan.ramp_keys import AUTO_SCHEDULE
 from rampup.rl.plan import AGGREGATIONS, MAX_SAMPLES, Experience, RolloutPlan, Size, Training
 from rampup.rl.schedule import RolloutSchedule
 

@@ -1,4 +1,4 @@
-"""Tests of rampup.batch_size.auto and rampup.plan.per_device."""
+"""Tests of rampup.batch_size.auto and rampup.plan.ramp_keys."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from rampup.batch_size.auto import DECISION_PERIOD, AutoSchedule
 from rampup.batch_size.noise_scale import NoiseEstimate, default_half_life
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
 from rampup.plan.learning_rate import learning_rate_scale
-from rampup.plan.per_device import auto_sizes
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp_keys import auto_sizes
 
 
 def random_config(rng):

@@ -146,9 +146,9 @@ def test_load_config_recognizes_the_file_of_a_rollout(tmp_path, text):
 
 
 def test_load_config_reads_each_value_once(monkeypatch):
-    """One call of `Key.read` per key, for the values of base.yml and for the defaults."""
-    names, read = [], Key.read
-    monkeypatch.setattr(Key, "read", lambda key, name, value: names.append(name) or read(key, name, value))
+    """One call of `Key.convert` per key, for the values of base.yml and for the defaults."""
+    names, convert = [], Key.convert
+    monkeypatch.setattr(Key, "convert", lambda key, name, value: names.append(name) or convert(key, name, value))
     load_config("base.yml")
     assert names == list(KEYS)
 

@@ -102,7 +102,7 @@ def test_default_ramp_is_that_of_base_yml() -> None:
 
 def read(value, **spec):
     """Read one value with a key made from the given properties."""
-    return Key(doc="doc", section="section", **spec).read("name", value)
+    return Key(doc="doc", section="section", **spec).convert("name", value)
 
 
 @pytest.mark.parametrize(

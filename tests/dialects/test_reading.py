@@ -177,7 +177,7 @@ def test_every_key_that_the_rules_read_is_one_of_the_system(system):
     """Except for facts that users state. The defaults are of the key's own kind."""
     launch = load_dialect(system).launch
     for name, found in launch.entries.items():
-        assert found.key.read(name, found.default) == found.default
+        assert found.key.convert(name, found.default) == found.default
         assert not launch.keys or load_known_keys(launch.keys).life(name) or name in {*FACTS, "verl_version"}, name
 
 

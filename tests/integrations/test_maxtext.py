@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.errors import ConfigError, MissingDependencyError, ResumeMismatchError
 from rampup.integrations import maxtext
 from rampup.integrations.maxtext import ACCUMULATED, NEEDED, RampLoader, check_record, choose_design, problems
-from rampup.plan.per_device import RampupBatchManager
+from rampup.plan.ramp_keys import RampupBatchManager
 
 HAS_MAXTEXT = importlib.util.find_spec("maxtext") is not None
 

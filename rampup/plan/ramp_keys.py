@@ -1,4 +1,4 @@
-"""MaxText's ramp keys, which are sizes per device, as a `BatchRamp`, and its manager of batch sizes."""
+"""The ramp that configuration keys describe, from sizes per device or a schedule, and MaxText's manager of batch sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, choice_error, combine
 from rampup.plan.numbers import exact_fraction, to_yaml_number
 from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
-from rampup.plan.refusal import END, INCREMENT, START, growth_error, size_errors
+from rampup.plan.refusal import END, INCREMENT, RAMP_SAMPLES, START, growth_error, size_errors
 from rampup.plan.split import BatchSplitter
 
 if TYPE_CHECKING:
     from rampup.plan.plan import RampPlan
 
-SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
 
 # The value of `batch_size_schedule` that follows the measured gradient noise, see `AutoMode`; unknown to `ramp_from_config`.
@@ -51,7 +50,7 @@ def ramp_from_config(
     """
     schedule = getattr(config, "batch_size_schedule", None)
     linear = getattr(config, "enable_rampup_batch_size", schedule is None)
-    if missing := [name for name in (END, *((START, INCREMENT, SAMPLES) if linear else ())) if not hasattr(config, name)]:
+    if missing := [name for name in (END, *((START, INCREMENT, RAMP_SAMPLES) if linear else ())) if not hasattr(config, name)]:
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
     if schedule is not None:
         if linear:
@@ -69,12 +68,12 @@ def ramp_from_config(
     sizes = global_batch_sizes({name: getattr(config, name) for name in names}, factor, splitter)
     if not linear:
         return BatchRamp.constant(sizes[END])
-    given = getattr(config, SAMPLES)
-    samples = exact_fraction("null" if given is None else given, what=SAMPLES, key=SAMPLES)
+    given = getattr(config, RAMP_SAMPLES)
+    samples = exact_fraction("null" if given is None else given, what=RAMP_SAMPLES, key=RAMP_SAMPLES)
     if samples < 1 or samples.denominator != 1:
         rule = "must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false"
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
-        raise RampDefinitionError(f"{SAMPLES}={to_yaml_number(samples)} {rule}", key=SAMPLES, nearest=nearest)
+        raise RampDefinitionError(f"{RAMP_SAMPLES}={to_yaml_number(samples)} {rule}", key=RAMP_SAMPLES, nearest=nearest)
     # A whole number of increments leads from the start to the end.
     growth = sizes[END] - sizes[START]
     if growth <= 0 or growth % sizes[INCREMENT]:
@@ -128,7 +127,7 @@ class RampupBatchManager:
         step: batches consumed so far.
         global_batch_size_start, global_batch_size_end: samples in the first batch, and in each after the ramp.
         samples_per_increment: requested samples per change of a linear ramp, exactly. None for other ramps.
-        global_rampup_samples: requested length of a linear ramp in samples. For a schedule, its actual length.
+        global_rampup_samples: samples of a linear ramp as requested, or of a schedule as consumed; 0 for a constant batch.
         total_rampup_steps: optimizer steps before the last phase.
 
     Raises:

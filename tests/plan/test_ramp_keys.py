@@ -1,4 +1,4 @@
-"""Tests of rampup.plan.per_device."""
+"""Tests of rampup.plan.ramp_keys."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
-from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
+from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, ramp_keys
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = cases("ramp_maxtext")
@@ -19,7 +19,7 @@ LINEAR |= {"global_rampup_samples": 500}
 def ramp_from_config(num_devices, *, splitter=None, **keys):
     """Return the ramp of an object with these attributes."""
     config = SimpleNamespace(**({"enable_rampup_batch_size": False} | keys))
-    return per_device.ramp_from_config(config, num_devices, splitter=splitter)
+    return ramp_keys.ramp_from_config(config, num_devices, splitter=splitter)
 
 
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
