@@ -73,11 +73,11 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
             numerator, *denominator = map(Decimal, text.split("/", maxsplit=1))
         except InvalidOperation:
             raise refusal(no_number) from None
-        if any(not n.is_finite() or abs(n.adjusted()) > 18 for n in (numerator, *denominator) if n != 0):
+        if any(not n.is_finite() or (n and abs(n.adjusted()) > 18) for n in (numerator, *denominator)):
             raise refusal(out_of_range)
         if denominator == [0]:
             raise refusal(no_number)
-        result = math.prod((1 / Fraction(n) for n in denominator), start=Fraction(numerator))
+        result = Fraction(numerator) / (Fraction(denominator[0]) if denominator else 1)
     if abs(result) > MAX_COUNT:
         raise refusal(out_of_range)
     return result

@@ -38,7 +38,7 @@ def test_exact_fraction_of_decimals(number):
 
 
 @pytest.mark.parametrize(
-    "value", [True, "x", "1/0", "1/2/3", None, [], "", float("inf"), float("nan"), "1e400", 1e19, "1e-400"]
+    "value", [True, "x", "1/0", "1/2/3", None, [], "", float("inf"), float("nan"), "sNaN", "1e400", 1e19, "1e-400"]
 )
 def test_exact_fraction_rejects(value):
     """Values that are not finite numbers of a sensible magnitude are rejected."""
