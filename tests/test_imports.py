@@ -78,6 +78,7 @@ assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
     ("module", "others"),
     [
         ("plan", ("jax", *(f"rampup.{name}" for name in rampup._MODULES if name != "plan"))),
+        ("cli.plan", ("jax", "rampup.rl", "rampup.lm", "rampup.dialects")),
         (
             "engine.step",
             ("rampup.plan.topology", *(f"rampup.{name}" for name in FLOORS.split() if RANK.get(name, 0) > RANK["engine"])),

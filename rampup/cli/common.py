@@ -12,20 +12,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from rampup.config.build import build_plan, with_slices
-from rampup.config.load import COMMAND_LINE, load_config
-from rampup.config.schema import Config
+from rampup.config.load import COMMAND_LINE, load_config, names_in
+from rampup.config.schema import KEYS, Config
 from rampup.engine.compile import tpu_options
 from rampup.errors import ConfigError, RampupError
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
-from rampup.rl.config import RolloutConfig
+
+if TYPE_CHECKING:
+    from rampup.rl.config import RolloutConfig
 
 SWITCH = "RAMPUP_HUGE_PAGES"  # 0 leaves the pages as they are; see `enable_huge_pages`
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
@@ -75,6 +77,15 @@ TOPOLOGY = {"--topology": arg("NAME", f"plan for {SLICES}")}
 def environment() -> dict[str, str]:
     """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable that is not a key."""
     return {name: value for name, value in os.environ.items() if name != SWITCH}
+
+
+def is_rollout_file(path: str | Path) -> bool:
+    """Return whether a file configures a rollout; `rampup.rl` is imported only if a name needs it."""
+    if names_in(path) <= KEYS.keys():
+        return False
+    from rampup.rl import config
+
+    return config.is_rollout_file(path)
 
 
 def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:

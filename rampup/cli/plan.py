@@ -17,7 +17,6 @@ from rampup.engine.compile import topology_facts
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.describe import token_budget
 from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
-from rampup.rl import config as rl
 from rampup.show import console as tables
 
 if TYPE_CHECKING:
@@ -46,9 +45,11 @@ PLAN = {
 
 def plan(args: argparse.Namespace) -> Result:
     """Plan a configuration."""
-    rollout = rl.is_rollout_file(args.config)
+    rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
+        from rampup.rl import config as rl
+
         config = rl.load_rollout_config(args.config, args.overrides, environ=common.environment())
         num_devices = common.count_devices(args, config)
         schedule = rl.build_rollout_schedule(config, num_devices)
@@ -66,7 +67,7 @@ def plan(args: argparse.Namespace) -> Result:
     config, plan = common.read_plan(args, args.config, args.overrides)
     max_phases = None if args.all else tables.MAX_PHASES
     if args.diff is not None:
-        if rl.is_rollout_file(args.diff):
+        if common.is_rollout_file(args.diff):
             raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
         other, other_plan = common.read_plan(args, args.diff, ())
         changed = config.differences(other)
