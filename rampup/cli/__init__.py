@@ -154,10 +154,10 @@ def _dispatch(arguments: list[str]) -> int:
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     args = make_parser(name).parse_intermixed_args(rest)
     args.command = command
-    from rampup.show.console import is_for_a_log
+    from rampup.show.console import PLAIN, is_for_a_log
 
     options = {"soft_wrap": not sys.stdout.isatty(), "force_terminal": False if is_for_a_log() else None}
-    console = args.console = _Console(stderr=args.json, highlight=False, markup=False, **options)
+    console = args.console = _Console(stderr=args.json, **PLAIN, **options)
     result: common.Result = getattr(_home(name), name)(args)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)

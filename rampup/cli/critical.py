@@ -10,7 +10,7 @@ from rich.console import Console
 from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
-from rampup.show.console import make_table, print_notes
+from rampup.show.console import PLAIN, make_table, print_notes
 from rampup.show.format import format_value
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def critical(args: argparse.Namespace) -> Result:
     use_fake_devices(args.fake_devices)
     from rampup.lm.branches import find_critical_batch_size
 
-    progress = Console(stderr=True, highlight=False, markup=False)
+    progress = Console(stderr=True, **PLAIN)
     found = find_critical_batch_size(
         args.run,
         step=args.step,

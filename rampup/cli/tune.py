@@ -15,7 +15,7 @@ import rampup
 from rampup.cli import common
 from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
-from rampup.show.console import TITLES, make_table, print_notes, split_columns
+from rampup.show.console import PLAIN, TITLES, make_table, print_notes, split_columns
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
@@ -44,7 +44,7 @@ def tune(args: argparse.Namespace) -> Result:
     from rampup.tune.search import problem_of, tune
 
     atexit.register(_leave_compiler)
-    progress = Console(stderr=True, highlight=False, markup=False)
+    progress = Console(stderr=True, **PLAIN)
     facts = tune(
         config,
         memory_gib=args.memory_gib,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_PHASES = 20  # of more phases, only the first and the last are printed
 MAX_TICKS = 2_000
 MARK = "*"
+PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # of a console that prints texts as they are
 
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
 TITLES = {name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()}

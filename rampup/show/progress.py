@@ -18,7 +18,7 @@ from rich.text import Text
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.loop import events
 from rampup.rl.schedule import RolloutSchedule
-from rampup.show.console import is_for_a_log, print_plan, print_rollout
+from rampup.show.console import PLAIN, is_for_a_log, print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
@@ -113,8 +113,7 @@ class TrainProgress:
     def __init__(
         self, console: Console | None = None, *, log_period: int = 20, quiet: bool = False, resume_options: str = ""
     ) -> None:
-        plain = {"highlight": False, "markup": False}
-        self._console = console or Console(**plain, force_terminal=False if is_for_a_log() else None)
+        self._console = console or Console(**PLAIN, force_terminal=False if is_for_a_log() else None)
         self._plan: Any = None  # that of the run, with which every loop starts
         self._log_period = log_period
         self._quiet = quiet

@@ -309,14 +309,15 @@ def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width
             assert all(f"{phase[name]:,}" in text for name in ("start_step", "start_sample", "global_batch_size"))
     assert max(map(len, text.splitlines())) <= width
     # Settings apply to the first plan, and devices to both.
-    command = ["plan", BASE, "steps=7", "--diff", BASE, "--devices", "2"]
+    command = ["plan", BASE, "steps=7", "base_output_directory=:100:", "--diff", BASE, "--devices", "2"]
     _, both = run_json(capsys, *command)
-    assert both["changed_keys"] == {"steps": {"a": 7, "b": 1000}}
+    assert both["changed_keys"] == {"steps": {"a": 7, "b": 1000}, "base_output_directory": {"a": ":100:", "b": "runs"}}
     assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
     assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
     same = run_text(capsys, monkeypatch, *command, width=width)
     marked = [line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")]
     assert marked == ["total_steps", "consumed_samples"]
+    assert ":100:" in same  # and no emoji
     assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
 
 
