@@ -55,7 +55,7 @@ class BranchWindow:
             rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"
             raise ConfigError(rule, key="multiples", nearest=(1,))
         if not 2 <= len(factors) <= MAX_MULTIPLES or len(set(factors)) < len(factors):
-            single = ": a single branch has nothing to be compared with" * (len(factors) == 1)
+            single = ": a single branch has nothing to be compared with" if len(factors) == 1 else ""
             rule = f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as 1,2,4,8{single}"
             raise ConfigError(rule, key="multiples")
         for factor in factors:

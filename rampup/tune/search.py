@@ -344,6 +344,10 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
     legal = {b for size in programs.plan.ramp.sizes for b in programs.splitter.legal_microbatches([size])}
     one_pass = max(legal)
     next_larger = None
+
+    def used(size: int) -> float:
+        return programs.bytes(programs.size(size))
+
     # Sizes that take the largest batch in one pass come first and separately: their program has no loop and therefore one
     # gradient buffer less, so such a size can fit although a smaller one does not.
     for least, most in ((one_pass, SEARCH_FACTOR * one_pass), (1, one_pass - 1)):
@@ -351,7 +355,6 @@ def find_largest(programs: Programs, usable: float) -> tuple[int | None, int | N
         powers = {1 << exponent for exponent in range(most.bit_length())}
         sizes = sorted(size for size in legal | powers if least <= size <= most)
         # The smallest first: if it does not fit, no larger one is compiled.
-        used = lambda size: programs.bytes(programs.size(size))  # noqa: E731
         number = bisect.bisect_right(sizes, usable, lo=1, key=used) if sizes and used(sizes[0]) <= usable else 0
         next_larger = sizes[number] if number < len(sizes) else next_larger
         if number:
@@ -527,7 +530,7 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
             steps = [made.step_of(each, each.num_microbatches) for made, each in ((base, size), (programs, changed))]
             times = take_turns(dict(enumerate(steps)), seconds=SHORT_TIMING_SECONDS)
             slowdown = times[1].seconds / times[0].seconds
-        remark = "the compiler still runs out of memory" * math.isinf(used)
+        remark = "the compiler still runs out of memory" if math.isinf(used) else ""
         add(name, settings, used, before - used, slowdown=slowdown, remark=remark)
 
     # The next smaller microbatch that divides every phase.
