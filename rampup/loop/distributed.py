@@ -176,7 +176,7 @@ class StopConsensus:
 def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
     """End this process with a clear message when another one has been silent for `timeout` seconds, or has failed.
 
-    JAX's own heartbeat does as well, later and from C++. A watchdog inside another one does nothing.
+    So does JAX's own heartbeat, but later and from C++. A watchdog inside another one does nothing.
     """
     watches = jax.process_count() > 1 and _is_watching.acquire(blocking=False)
     return _watched(timeout) if watches else contextlib.nullcontext()
@@ -252,13 +252,13 @@ def _watched(timeout: float) -> Iterator[None]:
             thread.join(timeout + 2)
         raise
     finally:
+        _is_watching.release()  # first: Ctrl-C may end what follows
         done.set()
         for each in (thread, beats):
             if each.is_alive():
                 each.join(2)  # A sign of life that is being written would come after the report.
         with contextlib.suppress(Exception):
             report(final)
-        _is_watching.release()
 
 
 def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:

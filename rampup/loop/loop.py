@@ -375,7 +375,7 @@ def run_in_folder(
 
     `make` refuses what it can refuse: no folder is made before it returns. For `heartbeat_timeout` see `watchdog`.
     """
-    from rampup.engine.compile import enable_compilation_cache  # what follows is not for a loop of one's own
+    from rampup.engine.compile import enable_compilation_cache  # not above: a loop of one's own does without
 
     check_joined()
     check_reachable()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import processes
+from helpers import processes, toy
 from helpers.processes import free_port
 from helpers.runs import metrics_of
 from helpers.tiny import AUTO, TINY, command_line
@@ -114,10 +114,7 @@ def test_several_processes_train_what_one_would(tmp_path):
     ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too"), (0, "task died|process 0")]
 )
 def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
-    """The survivor ends soon, with a message about the process that is gone; started again, the run resumes.
-
-    If process 0 is gone, JAX ends the others at once, with a message of its own.
-    """
+    """The survivor ends soon, and says who is gone, or if that is process 0, JAX does; started again, the run resumes."""
     folder = tmp_path / "out"
     started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
     file = folder / "run" / "metrics.jsonl"
@@ -157,21 +154,21 @@ def call_in_each(function, number, folder, *arguments, timeout=300):
     return [json.loads(file.read_text()) for file in files]
 
 
-def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, **splitter):
-    """Train one device of each of `count` processes, two of which may be late; write the microbatch sizes and the last loss."""
+def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, each=1, **splitter):
+    """Train with `each` device of processes, two of which may be late; write microbatch sizes, last loss and noise."""
     import jax
     import optax
-    from helpers import toy
 
     import rampup
 
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", each)
     join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
-    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(count)]
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=count * each))
     plan = toy.plan_for(mesh, schedule, steps=num_steps, **splitter)
-    tx, sizes = optax.sgd(0.001), []
+    tx, sizes, options = optax.adam(0.001), [], {"measure_gradient_noise": True}
     time.sleep(late * (number == 1))
-    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
+    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh, **options)
     state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
     time.sleep(late * (number == 2))
     # No metric is read in the loop, so that it runs ahead.
@@ -179,23 +176,17 @@ def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, **s
         sizes.append(batch.position.split.microbatch_size)
         state, metrics = step(state, batch)
     assert jax.device_get(state.step) == num_steps
-    path.write_text(json.dumps([sizes, float(metrics["loss"])]))
+    noise = {name: float(x) for name, x in metrics["gradient_noise"].items()}
+    path.write_text(json.dumps([sizes, float(metrics["loss"]), noise]))
 
 
-@pytest.mark.parametrize(
-    ("microbatch", "num_steps"),
-    [
-        ("auto", 40),
-        pytest.param("per_phase", 40, marks=pytest.mark.slow),
-        pytest.param("auto", 2000, marks=pytest.mark.faults),
-        pytest.param("per_phase", 2000, marks=pytest.mark.faults),
-    ],
-)
+@pytest.mark.parametrize("num_steps", [40, pytest.param(2000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("microbatch", ["auto", toy.slow("per_phase")])
 def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
     schedule = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"
     train = functools.partial(train_rows, rampup_microbatch=microbatch)
-    (one, _), (other, _) = call_in_each(train, 2, tmp_path, 2, schedule, LateRows, num_steps, timeout=600)
+    (one, *_), (other, *_) = call_in_each(train, 2, tmp_path, 2, schedule, LateRows, num_steps, timeout=600)
     assert one == other
     assert set(one) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
 
@@ -372,8 +363,18 @@ def rows_of_numbers(number):
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    losses = {loss for _, loss in call_in_each(train_rows, 4, tmp_path, 4, "0:4", rows_of_numbers, 3, 40)}
+    losses = {loss for _, loss, _ in call_in_each(train_rows, 4, tmp_path, 4, "0:4", rows_of_numbers, 3, 40)}
     assert len(losses) == 1
+
+
+@pytest.mark.slow
+def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
+    """The same blocks on four devices have the same S and G2 to 1e-6, in float64."""
+    trained = functools.partial(train_rows, microbatch_size=2)
+    each = [call_in_each(trained, n, tmp_path, n, "0:64", rows_of_numbers, 2, 0, 4 // n) for n in (1, 2, 4)]
+    one, *others = (noise for found in each for *_, noise in found)
+    assert (one["blocks"], len(others)) == (32, 6)
+    assert all(noise == pytest.approx(one, rel=1e-6) for noise in others)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.rollout, rampup.rl.policy and rampup.rl.policy."""
+"""Tests of rampup.rl.rollout and rampup.rl.policy."""
 
 import itertools
 import sys
