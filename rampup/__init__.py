@@ -6,9 +6,8 @@ first used, so planning a run does not import jax.
 
 from __future__ import annotations
 
+import dis
 import importlib
-import pkgutil
-import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -91,9 +90,12 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 __version__ = "0.1.0"
 
-# Where each public name is defined: read from the imports above, so that no name is written twice.
-_SOURCE = (pkgutil.get_data(__name__, "__init__.py") or b"").decode()
-_HOME = {name: module for module, name in re.findall(r"^    from (\S+) import (\w+) as", _SOURCE, re.MULTILINE)}
+# Where each public name is defined: the imports above, which were compiled, so that no name is written twice.
+_HOME, _from = dict[str, str](), ""
+for _step in dis.get_instructions(sys._getframe().f_code):
+    _from = _step.argval if _step.opname == "IMPORT_NAME" else _from
+    if _step.opname == "IMPORT_FROM" and _from.startswith("rampup."):
+        _HOME[_step.argval] = _from
 _MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", "integrations", "lm", "loop", "plan", "rl",
             "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)

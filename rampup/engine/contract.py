@@ -25,7 +25,7 @@ Counts = tuple[jax.Array, jax.Array]
 
 @runtime_checkable
 class SummableLoss(Protocol):
-    """A loss that adds itself up over the microbatches of a step. One with a field `batch_axes` is a dataclass."""
+    """A loss that adds itself up over the microbatches of a step. To take `batch_axes`, be a dataclass with that field."""
 
     def check(self, mesh: Mesh, engine: str) -> None:
         """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
@@ -35,8 +35,9 @@ class SummableLoss(Protocol):
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
-        Integers among the parameters have None for a gradient. `mutable` and `noise` are those of the recipe, if it has them.
-        Who differentiates `recipe.scaled(loss)` undoes the scale with `recipe.finalize`; to do neither is right too.
+        Integers among the parameters have None for a gradient, and the others have `param_shardings`. If the recipe has
+        `mutable` or `noise`, so have the sums. A loss that differentiates `recipe.scaled(loss)` undoes that in
+        `recipe.finalize`; one that does neither is right too.
         """
 
     def eval_sums(
@@ -116,7 +117,8 @@ def signature_problem(function: Callable[..., Any], number: int) -> str | None:
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
     """Refuse `aux` with a value for each of the `rows`: a dimension of their length that is twice as long for twice as many."""
     sizes = [size for leaf in jax.tree.leaves(aux) for size in np.shape(leaf) if size]
-    if not sizes or all(size % (R := jax.tree.leaves(rows)[0].shape[0]) for size in sizes):
+    R = jax.tree.leaves(rows)[0].shape[0] if sizes else 1
+    if all(size % R for size in sizes):
         return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows)
     try:

@@ -77,7 +77,7 @@ def with_either_axes(run: Callable[[bool], Any], mesh: Mesh) -> Any:
 
 
 def call_with_auto_axes(run: Callable[..., Any], mesh: Mesh, args: Any, results: Any) -> Any:
-    """Return `run(has_explicit, *args)`, which sees Auto axes, where the caller may have Explicit ones, for such results."""
+    """Return `run(has_explicit, *args)`, which sees Auto axes, with `results` as shardings if the caller has Explicit ones."""
     has_types = any(is_explicit(jax.typeof(x).sharding.mesh) for x in jax.tree.leaves(args))
 
     def call(has_explicit: bool) -> Any:

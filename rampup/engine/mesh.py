@@ -181,7 +181,7 @@ def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = Non
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
-    """Return the shardings of a tree's leaves on `mesh`; those on one device are replicated, and those on others refused."""
+    """Return the shardings of leaves on `mesh`, replicated for one device; what its axes cannot express is refused."""
     mesh = auto_view(mesh)
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
@@ -285,8 +285,8 @@ _num_patched = 0
 def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
     """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
 
-    Models constrain activations over the data axis, which JAX refuses there, without a hook. So its function is replaced, for
-    this thread, until the last context ends.
+    Models constrain activations over the data axis, which JAX refuses where it is manual, and there is no hook. So JAX's
+    function is replaced until the last context ends; in other threads, it does what it did.
     """
     global _num_patched
     with _patch_lock:

@@ -172,7 +172,7 @@ class AdamSchedule:
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
-    """An optimizer for batches that are decided during the run: its `update` takes `segment`, the numbers of the step's."""
+    """An optimizer for batches that are decided during the run: its `update` takes the numbers of a `segment`."""
 
     __slots__ = ()
 

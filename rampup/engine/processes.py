@@ -57,7 +57,7 @@ def gather_from_all(value: str) -> list[str]:
 
 
 def first_problem(problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS) -> str:
-    """Return the first problem of a process, in every process, or "". A thread beside the main one has a name, and is quiet."""
+    """Return the first problem of a process, in every process, or "". With a name, for another thread, it waits quietly."""
     if jax.process_count() == 1:
         return problem
     folder = name or f"problem{next(_problem_numbers)}"

@@ -49,11 +49,11 @@ class TrainState(struct.PyTreeNode):
     a Flax `DynamicScale` in `dynamic_scale` scales the loss. All other fields keep their values.
 
     Attributes:
-        step: optimizer steps done, int32. params: the parameters. Integer arrays among them are not trained. opt_state: the
-        optimizer's state. mutable: state that the loss function carries from microbatch to microbatch, such as batch
-        statistics, or None. frozen: arrays that the loss function reads as its keyword argument `frozen`, such as the base
-        model of a LoRA fine-tune,
-            or None. They have no gradients, and a step does not donate them: they may be the parameters of another state.
+        step: optimizer steps done, int32.
+        params, opt_state: the parameters, of which integer arrays are not trained, and the optimizer's state.
+        mutable: what the loss function carries from microbatch to microbatch, such as batch statistics, or None.
+        frozen: arrays that the loss function reads as its keyword argument `frozen`, such as the base model of a LoRA
+            fine-tune, or None. They have no gradients and are not donated: they may be the parameters of another state.
     """
 
     step: Any

@@ -103,7 +103,7 @@ class Update:
     def multi_steps(
         self, shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
     ) -> tuple[Any, Metrics]:
-        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are the metrics of the step before it."""
+        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are the metrics of those before it."""
         state = fetch_offloaded(join_frozen(state, frozen), shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         loss = self.bound_loss(state, shardings)

@@ -61,8 +61,8 @@ NEEDED = {
 # Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and `fsdp` as the only axes, too.
 ACCUMULATED = {"shard_mode": "auto", "attention": "dot_product", "shard_optimizer_over_data": False, "num_experts": 1}
 ACCUMULATED |= {"mtp_num_layers": 0, "use_indexer": False, "num_vocab_tiling": 1, "quantization": "", "dropout_rate": 0.0}
-ACCUMULATED |= {"use_multimodal": False, "use_qk_clip": False, "record_internal_nn_metrics": 0, "z_loss_multiplier": 0.0}
-ACCUMULATED |= {"parameter_memory_host_offload": False}
+ACCUMULATED |= {"use_multimodal": False, "use_qk_clip": False, "record_internal_nn_metrics": 0}
+ACCUMULATED |= {"parameter_memory_host_offload": False, "z_loss_multiplier": 0.0}
 AUXILIARY = {key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")}
 # What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
 LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")

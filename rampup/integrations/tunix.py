@@ -90,7 +90,8 @@ class DataHooks(hooks.DataHooks):
         """Return the next batch of an evaluation, or None after the last one."""
         self._eval = iter(self.eval_batches) if self._eval is None else self._eval
         batch = next(self._eval, None)
-        self._eval = None if batch is None else self._eval
+        if batch is None:
+            self._eval = None
         return batch
 
 

@@ -26,10 +26,8 @@ START = {"in": (rng.normal(size=(8, 16)) * 0.3).astype(np.float32), "out": (rng.
 
 def contrastive(params, batch):
     """Return the loss of pairs, each against all other rows of the batch."""
-    a, b = (
-        z / jnp.linalg.norm(z, axis=-1, keepdims=True)
-        for z in (jnp.tanh(batch["x"] @ params["in"]) @ params["out"], batch["y"])
-    )
+    both = jnp.tanh(batch["x"] @ params["in"]) @ params["out"], batch["y"]
+    a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in both)
     logits = 7.0 * a @ b.T
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(a))).mean()
 

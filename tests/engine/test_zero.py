@@ -206,7 +206,7 @@ LINES = [[(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in ra
 
 
 def test_sides_of_a_torus(monkeypatch):
-    """A cube has three sides; two unequal sides, a line, a part of a slice and several slices keep one reduce-scatter."""
+    """A cube and each of two slices have sides; unequal sides, a line, a part of a slice and an axis over slices have none."""
     monkeypatch.setattr(zero, "place_of", lambda device: device)
 
     def sides(chips, names=("data",), **shape):
