@@ -21,7 +21,7 @@ from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_ro
 
 from rampup.engine.mesh import STAGE, make_mesh
 from rampup.engine.pipeline import PipelinedLoss, Stage, check_shapes, permute_layers, pipeline_sums, run_on_stages
-from rampup.engine.sums import Recipe, Sums, accumulator
+from rampup.engine.sums import Recipe, Sums, as_summed
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pass_ticks, pipeline_candidates, stage_layer_order
@@ -286,7 +286,7 @@ def gpipe_sums(
             return sums.loss, sums
 
         grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
-        return sums._replace(grads=jax.tree.map(accumulator, grads))
+        return sums._replace(grads=jax.tree.map(as_summed, grads))
 
     return run_on_stages(stage_sums, loss, params, (batch_KR, keys_KR), mesh, param_shardings)
 

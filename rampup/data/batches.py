@@ -3,8 +3,8 @@
 The plan says which samples a step consumes, `SampleOrder` which row a sample is. `BatchLoader` reads the rows, splits them into
 microbatches when the step is about to run, and puts them on the devices.
 
-Shape suffixes: n microbatches of a step, K of a chunk, R rows of one microbatch over all replicas, S samples of a step that
-this process reads.
+Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch (data_parallel_size * microbatch_size), S
+samples of a step that this process reads.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Loading:
     def redistribution(self, mesh: Mesh, num_rows: int, axes: BatchAxes | None) -> Callable[..., jax.Array]:
         """Return a compiled gather of R rows that moves each from the process that has read it to the one that needs it.
 
-        Of its f arguments (K, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
+        Of its f arguments (C, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
         """
         rows = rows_of_processes(mesh, num_rows, axes)
         # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds
@@ -131,8 +131,8 @@ class Loading:
             member = process % self.factor
             source_R[own] = member * num_rows + rows[process - member]
 
-        def gather(*parts_KR: jax.Array) -> jax.Array:
-            return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
+        def gather(*parts_CR: jax.Array) -> jax.Array:
+            return jnp.take(jnp.concatenate(parts_CR, axis=1), source_R, axis=1)
 
         return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=axes))
 
@@ -144,7 +144,7 @@ class BatchLoader:
     Attributes:
         order: which row each sample is.
         split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
-            a phase whose program is not compiled yet then starts in the shape of the phase before.
+            a phase whose program is not compiled yet then starts in the shape of an earlier one.
         chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         num_threads: threads that read; one if the source is not safe for threads.
         read_ahead: steps whose rows are read ahead of use.
@@ -199,7 +199,7 @@ class BatchLoader:
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
 
-        Microbatch i of a step that starts at sample s contains samples s + i*d*b up to, not including, s + (i+1)*d*b.
+        Microbatch i of a step that starts at sample s contains samples s + i*R up to, not including, s + (i+1)*R.
         """
         # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
         num_rows = split.data_parallel_size * split.microbatch_size
@@ -250,7 +250,7 @@ class BatchLoader:
             yield from grain.MapDataset.range(steps.start, steps.stop).map(read).to_iter_dataset(options)
 
     def _put(self, step: StepRows) -> Batch:
-        """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
+        """Split a step's rows into microbatches, only now as their split may have changed, and put them on the devices."""
         position = step.position
         split = position.split if self.split_for is None else self.split_for(position)
         batch_nR = self.split_rows(step, split)

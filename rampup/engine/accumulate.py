@@ -3,8 +3,8 @@
 Each replica adds up the gradients of its rows in a loop whose bound is an argument, so one executable serves every number, and
 the replicas exchange the sums once, after it (see `rampup.engine.replicas`).
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch: all of them outside of `rampup.engine.replicas`, and
-those of one replica or device inside.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch: in `sum_replica`, which `Replicas.run` runs, those of
+one replica, or of one device if the loss takes shards, and elsewhere all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, 
 from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
 from rampup.engine.replicas import Replicas
-from rampup.engine.sums import Recipe, Sums, accumulator, fill, floating, largest, safe_reciprocal, split_trained, sum_of_means
+from rampup.engine.sums import Recipe, Sums, as_summed, fill, floating, largest, safe_reciprocal, split_trained, sum_of_means
 from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
@@ -88,18 +88,18 @@ class AccumulatedLoss:
                 if traced is not None and not contains(traced, BACKWARD_RULES) and not _is_narrow(traced):
                     replayed = lambda *args: replay(traced, shapes, args)  # noqa: E731
                     (_, sums), grads = jax.value_and_grad(replayed, has_aux=True)(*args)
-                    grads = constrain_leaves(jax.tree.map(accumulator, grads), floating(param_shardings, params))
+                    grads = constrain_leaves(jax.tree.map(as_summed, grads), floating(param_shardings, params))
                     return recipe.finalize(sums, grads)
-        sum_up = self.summation(params, mesh, param_shardings, has_one=has_one)
-        sums = sum_up(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
+        run = self.summation(params, mesh, param_shardings, has_one=has_one)
+        sums = run(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
         return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        sum_up = self.summation(params, mesh, has_grads=False)
-        return sum_up(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
+        run = self.summation(params, mesh, has_grads=False)
+        return run(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
 
     def summation(
         self, params: Any, mesh: Mesh, param_shardings: Any = None, *, has_one: bool = False, has_grads: bool = True
@@ -124,7 +124,7 @@ class AccumulatedLoss:
         loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
         loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
 
-        def sum_up(reduce: Any, total: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
+        def sum_replica(reduce: Any, psum: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
             trained, others = split_trained(params) if has_grads else (params, None)
 
@@ -133,9 +133,9 @@ class AccumulatedLoss:
                 if recipe.noise and isinstance(sums.weight, tuple):
                     problem = "measure_gradient_noise=true needs a loss with one weight, but this one has several parts"
                     raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
-                grads = constrain_leaves(jax.tree.map(accumulator, grads), shardings)
+                grads = constrain_leaves(jax.tree.map(as_summed, grads), shardings)
                 noise = recipe.noise and recipe.noise.block(grads, sums.weight, varying=sums.loss)
-                grads = jax.tree.map(lambda g: accumulator(g, self.accumulator_dtype), grads)
+                grads = jax.tree.map(lambda g: as_summed(g, self.accumulator_dtype), grads)
                 return sums._replace(grads=grads, noise=noise)
 
             def add(i: jax.Array, sums: Sums) -> Sums:
@@ -149,7 +149,7 @@ class AccumulatedLoss:
             weights = None
             shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
-                weights = total(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
+                weights = psum(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
             if has_one:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), recipe)
@@ -158,9 +158,10 @@ class AccumulatedLoss:
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
             carried = recipe.mutable if has_grads else None
             zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings), mutable=carried)
+            # In an iteration, parameters and gradients cross fsdp but not data, unless the replicas run in the way `compiled`.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
-        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_up)
+        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_replica)
 
 
 def summable(
@@ -241,7 +242,7 @@ def accumulate(
     has_one = K == 1 and not is_traced and int(number) == 1
     shardings = jax.tree.map(lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable))
 
-    def sum_up(has_explicit: bool, params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any) -> Sums:
+    def call(has_explicit: bool, params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any) -> Sums:
         own = with_explicit_axes(loss, auto_view(mesh), *shardings) if has_explicit else loss
         run = own.summation(params, mesh, param_shardings, has_one=has_one)
         return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
@@ -249,7 +250,7 @@ def accumulate(
     args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
     whole = replicated(mesh)
     results = Sums(floating(shardings[0], params), whole, whole, whole, shardings[1], whole)
-    sums: Sums = call_with_auto_axes(sum_up, mesh, args, results)
+    sums: Sums = call_with_auto_axes(call, mesh, args, results)
     if not is_traced:
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several times.
@@ -263,9 +264,9 @@ def multi_steps(
 ) -> optax.MultiSteps:
     """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at every optimizer step.
 
-    For a training step of your own that calls the optimizer once per microbatch. Unlike with the engine `fused`, the
-    optimizer's arithmetic runs at every microbatch, and microbatches count equally, however many tokens they have. Write
-    checkpoints between optimizer steps: one in the middle of an accumulation cannot be resumed with another k.
+    For a training step of your own that calls the optimizer once per microbatch. Unlike with the engine `fused`, every
+    microbatch reduces its gradients over the data axis, runs the optimizer's arithmetic, and counts equally, however many
+    tokens it has. Write checkpoints between optimizer steps: one within an accumulation cannot be resumed with another k.
 
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
@@ -306,7 +307,7 @@ def _is_narrow(traced: Any) -> bool:
 def _loss_of(
     loss_fn: LossFn, mesh: Mesh, *, differentiates_mean: bool = False, keeps_mutable: bool = True
 ) -> Callable[..., tuple[Any, Sums]]:
-    """Return the function of one microbatch that returns the value to differentiate, loss or loss / weight, and the sums."""
+    """Return the function of one microbatch that returns what `Sums.grads` is the gradient of, or its mean, and the sums."""
 
     def loss_of(
         trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any = None
@@ -318,12 +319,12 @@ def _loss_of(
             results = loss_fn(*args)
         loss, weight, aux, carried = check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
         # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
-        divisor = jax.tree.map(accumulator, jax.lax.stop_gradient(weight if weights is None else weights))
+        divisor = jax.tree.map(as_summed, jax.lax.stop_gradient(weight if weights is None else weights))
         value = sum_of_means(loss, divisor) * largest(divisor) if isinstance(loss, tuple) else loss
         value = Recipe(scale=scale).scaled(value)
         if differentiates_mean:
             value *= safe_reciprocal(largest(divisor))
-        loss, weight, aux = jax.tree.map(accumulator, (loss, weight, aux))
+        loss, weight, aux = jax.tree.map(as_summed, (loss, weight, aux))
         return value, Sums(None, loss, weight, aux, carried if keeps_mutable else None)
 
     return loss_of

@@ -1,6 +1,6 @@
 """One optimizer step's rows on the devices, in a buffer of the shape that the program takes.
 
-Shape suffixes: n microbatches of a step, K microbatches of a chunk, R rows of one microbatch over all replicas.
+Shape suffixes: n microbatches of a step, C of a chunk, R rows of one microbatch (data_parallel_size * microbatch_size).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MAX_WHOLE = 2**17
 class BufferLayout:
     """The shape of a compiled step's input: chunks of microbatches, of which a step with few microbatches fills the first."""
 
-    rows: int  # R, of one microbatch over all replicas (data_parallel_size * microbatch_size)
-    chunk_size: int  # K, microbatches of one chunk
+    num_rows: int  # R, of one microbatch (data_parallel_size * microbatch_size)
+    chunk_size: int  # C, microbatches of one chunk
     num_chunks: int
 
 
 def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None) -> BufferLayout:
     """Return the layout for every step with the microbatch size of `split`, for rows of `row_size` numbers; see `MAX_WHOLE`."""
-    rows = split.data_parallel_size * split.microbatch_size
+    num_rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
-        chunk_size = most if most * rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
-    return BufferLayout(rows=rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size))
+        chunk_size = most if most * num_rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
+    return BufferLayout(num_rows=num_rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size))
 
 
 def row_size(rows: Any, num_axes: int = 0) -> int:
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
     Attributes:
         position: step, samples before it, phase and split.
-        chunks: the filled chunks of the buffer: arrays (K, R, ...), rows sharded over the data and fsdp axes.
+        chunks: the filled chunks of the buffer: arrays (C, R, ...), rows sharded over the data and fsdp axes.
         layout: the buffer's shape.
     """
 
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
 
     def __repr__(self) -> str:
         # With the shape of a row, so that one sees batches that were given as rows.
-        samples = f"{self.position.split.global_batch_size:,} samples in microbatches of {self.layout.rows:,}"
+        samples = f"{self.position.split.global_batch_size:,} samples in microbatches of {self.layout.num_rows:,}"
         return f"Batch(step={self.position.step}, {samples}, a row is {describe_tree(self.row)})"
 
     @property
@@ -100,9 +100,9 @@ def put_batch(
             raise DataError(f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}") from None
     layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
     sharding = batch_sharding(mesh, leading=1, axes=batch_axes)
-    K = layout.chunk_size
-    firsts = range(0, len(arrays[0]), K)
-    chunks = [[_global_array(x[first : first + K], layout, sharding) for x in arrays] for first in firsts]
+    C = layout.chunk_size
+    firsts = range(0, len(arrays[0]), C)
+    chunks = [[_global_array(x[first : first + C], layout, sharding) for x in arrays] for first in firsts]
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
 
 
@@ -134,15 +134,15 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
     return narrow
 
 
-def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:
-    """Return the global array (K, R, ...). This process has its rows `part_KR` (at most K, local rows, ...)."""
-    missing, num_rows = layout.chunk_size - len(part_KR), layout.rows
+def _global_array(part_CR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:
+    """Return the global array (C, R, ...). This process has its rows `part_CR` (at most C, local rows, ...)."""
+    missing, num_rows = layout.chunk_size - len(part_CR), layout.num_rows
     if missing:
         # Only the last chunk can be short, and the step's loop ends before the zeros.
-        part_KR = np.concatenate([part_KR, np.zeros((missing, *part_KR.shape[1:]), part_KR.dtype)])
+        part_CR = np.concatenate([part_CR, np.zeros((missing, *part_CR.shape[1:]), part_CR.dtype)])
     # Not by `jax.device_put`, which takes two to three times as long for a small array.
-    if part_KR.shape[1] == num_rows:
-        return jax.make_array_from_callback(part_KR.shape, sharding, part_KR.__getitem__)
+    if part_CR.shape[1] == num_rows:
+        return jax.make_array_from_callback(part_CR.shape, sharding, part_CR.__getitem__)
     # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
     local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=axis_names(sharding.spec[1])))
 
@@ -150,9 +150,9 @@ def _global_array(part_KR: np.ndarray, layout: BufferLayout, sharding: NamedShar
         start = index[1].start or 0
         stop = num_rows if index[1].stop is None else index[1].stop
         first = int(np.searchsorted(local, start))
-        return part_KR[:, first : first + stop - start]
+        return part_CR[:, first : first + stop - start]
 
-    return jax.make_array_from_callback((part_KR.shape[0], num_rows, *part_KR.shape[2:]), sharding, shard)
+    return jax.make_array_from_callback((part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard)
 
 
 def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:

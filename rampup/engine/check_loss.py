@@ -32,7 +32,7 @@ from rampup.engine.contract import LossFn, SummableLoss, check_results, check_si
 from rampup.engine.mesh import AXIS_NAMES, auto_view, own_constraints, replicated
 from rampup.engine.pipeline import LAYERS, PipelinedLoss
 from rampup.engine.state import carried
-from rampup.engine.sums import accumulator, fill, floating
+from rampup.engine.sums import as_summed, fill, floating
 from rampup.engine.whole import floating_types
 from rampup.errors import ConfigError, DataError, LossWarning, a_type
 
@@ -259,7 +259,7 @@ def _evaluate(loss_fn: Any, draws_alike: bool, params: Any, mutable: Any, frozen
         with explained(len(args), jax.sharding.get_abstract_mesh().axis_names):
             results = loss_fn(*args)
         loss, weight, aux, _ = check_results(results, loss_fn, args)
-        return sum(map(accumulator, jax.tree.leaves(loss))), (loss, weight, aux)
+        return sum(map(as_summed, jax.tree.leaves(loss))), (loss, weight, aux)
 
     def moved(x: Any) -> Any:
         # Where a leaf is zero, a penalty has no gradient, and a zero matrix hides what is before it.

@@ -35,9 +35,9 @@ class SummableLoss(Protocol):
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
-        Integers among the parameters have None for a gradient, and the others have `param_shardings`. If the recipe has
-        `mutable` or `noise`, so have the sums. A loss that differentiates `recipe.scaled(loss)` undoes that in
-        `recipe.finalize`; one that does neither is right too.
+        Integers among the parameters have None for a gradient, and the others have `param_shardings`: those of the parameters,
+        or with ZeRO-1 of each replica's own part. If the recipe has `mutable` or `noise`, so have the sums. A loss that
+        differentiates `recipe.scaled(loss)` undoes that in `recipe.finalize`; one that does neither is right too.
         """
 
     def eval_sums(

@@ -81,11 +81,11 @@ class BatchAxes:
         return math.prod(mesh.shape[name] for name in self.replica)
 
     def num_shards(self, mesh: Mesh) -> int:
-        """Return the number of parts that the rows are split into."""
+        """Return the number of shards of the rows, the `data_parallel_size` of a plan."""
         return math.prod(mesh.shape[name] for name in self.rows)
 
     def manual(self, mesh: Mesh) -> set[str]:
-        """Return the axes that are manual in a training step: those of the replicas, and all of size 1.
+        """Return the axes that are manual in what a replica runs by itself: those of the replicas, and all of size 1.
 
         The compiler has nothing to partition along an axis of size 1. But callbacks and Pallas kernels run only if every axis
         is manual.
@@ -202,7 +202,7 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
 
 
 def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -> None:
-    """Refuse a plan for other numbers of replicas or stages than the mesh has, and a mesh without axes for the rows."""
+    """Refuse a plan for other numbers of row shards or stages than the mesh has, and a mesh without axes for the rows."""
     axes = BatchAxes.of(mesh, axes)
     sizes = {
         "data_parallel_size": (plan.splitter.data_parallel_size, axes.num_shards(mesh), " * ".join(axes.rows)),

@@ -15,7 +15,7 @@ import optax
 
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
-from rampup.engine.sums import accumulator, cast_like
+from rampup.engine.sums import as_summed, cast_like
 from rampup.errors import ConfigError, MissingDependencyError, choice_error
 from rampup.plan.learning_rate import ClockSegment, decay_progress
 from rampup.plan.plan import RampPlan
@@ -318,7 +318,7 @@ def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: An
     # Only what is kept between steps is rounded; the update itself reads float32 moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, *others = state
-        mu, nu, grads = jax.tree.map(accumulator, (moments.mu, moments.nu, grads))
+        mu, nu, grads = jax.tree.map(as_summed, (moments.mu, moments.nu, grads))
         updates, new = tx.update(grads, (moments._replace(mu=mu, nu=nu), *others), params)
         return updates, cast_like(new, state)
 

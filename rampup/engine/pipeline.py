@@ -71,7 +71,7 @@ from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, check_aux, signature_problem
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints
-from rampup.engine.sums import Recipe, Sums, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.sums import Recipe, Sums, accumulator_type, as_summed, cast_for_exchange
 from rampup.engine.whole import with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
@@ -403,7 +403,7 @@ class Stage:
         if meter is None or sums is None:
             return sums
         part: Callable[[Any], Any] = _without_layers if r is None else lambda tree: tree[LAYERS]
-        gradient, moments = jax.tree.map(accumulator, gradient), None if meter.moments is None else part(meter.moments)
+        gradient, moments = jax.tree.map(as_summed, gradient), None if meter.moments is None else part(meter.moments)
         if moments is not None and r is not None:
             moments = take(jax.tree.map(self._as_chunks, moments), r)
         squares = meter.squares(gradient, moments, part(self.shardings), varying=k)
@@ -482,7 +482,7 @@ class Pullback:
 
 def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
     """Add the results of microbatch k."""
-    loss, weight, aux = jax.tree.map(accumulator, results)
+    loss, weight, aux = jax.tree.map(as_summed, results)
     if sums.noise is not None:
         sums = sums._replace(noise=sums.noise._replace(blocks=sums.noise.blocks.at[k].add(weight)))
     return sums._replace(loss=sums.loss + loss, weight=sums.weight + weight, aux=jax.tree.map(jnp.add, sums.aux, aux))

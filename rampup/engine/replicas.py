@@ -1,19 +1,20 @@
 """How the replicas of a mesh run a sum over microbatches, and how their sums become one: decided here.
 
-A replica is a group of devices that together have the parameters once. It adds up its own rows and reduces once, after the
-loop. Over fsdp and the other axes the compiler gathers and reduces, once per microbatch. `Recipe.aggregate` reduces the rest.
+A replica is a group of devices that together have the parameters once. With fsdp, it has several of a plan's replicas, the
+shards of the rows. It adds up its own rows and reduces once, after the loop. Over fsdp and the other axes the compiler gathers
+and reduces, once per microbatch. `Recipe.aggregate` reduces all other sums, and without ZeRO-1 the gradients with them.
 
 ========  =======================================================  ========================================================
 way       when                                                     the sum over microbatches runs
 ========  =======================================================  ========================================================
-plain     one replica, whose rows are not split, and a loss that   as it is, on all rows
-          takes whole parameters
+plain     one replica, whose rows are not sharded, and a loss      as it is, on all rows
+          that takes whole parameters
 manual    at most one other axis has several devices, or the loss  in a `jax.shard_map` over the replicas, on the rows of one
           takes shards
 mapped    two or more other axes have several devices, which XLA   in a `jax.vmap` over the replicas; only the reduction is
           cannot partition well beside a manual one                manual. What cannot be mapped runs as `manual`, with whole
                                                                    operands (see `rampup.engine.whole`)
-compiled  one replica with split rows, or none, as with            as it is, on all rows: the compiler partitions the axes of
+compiled  one replica with sharded rows, or none, as with          as it is, on all rows: the compiler partitions the axes of
           `whole_batch`; or the loss runs in none of these ways,   the replicas too, and reduces the gradients once per
           such as a `jax.shard_map` over the replicas' axes        microbatch. A warning says so if the loss needs it
 ========  =======================================================  ========================================================
@@ -31,7 +32,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
-from rampup.engine.sums import Recipe, Sums, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.sums import Recipe, Sums, accumulator_type, as_summed, cast_for_exchange
 from rampup.engine.whole import contains, replay, traceable, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import RampupError
@@ -59,20 +60,20 @@ class Replicas:
         others = [name for name, size in self.mesh.shape.items() if size > 1 and name not in self.axes.replica]
         return "mapped" if self.shards is None and len(others) > 1 else "manual"
 
-    def run(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
+    def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums up the rows of all replicas.
 
-        `sum_up(reduce, total, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
-        `reduce(sums, recipe)`. Before, `total` adds up numbers over the replicas.
+        `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
+        `reduce(sums, recipe)`. Before, `psum` adds up numbers over the replicas.
         """
-        plain = functools.partial(own_constraints()(sum_up), self.reduce, self.total)
+        plain = functools.partial(own_constraints()(sum_replica), self.reduce, self.psum)
         manual = self._manually(plain)
         if self.way in ("plain", "compiled"):
             # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
             run = traceable(plain, manual)
             return run if self.way == "plain" else traceable(run, self._with_names(plain))
-        run = manual if self.way == "manual" else self._mapped(sum_up, otherwise=manual)
-        return run if self.shards is not None else traceable(run, self._compiled(sum_up))
+        run = manual if self.way == "manual" else self._mapped(sum_replica, otherwise=manual)
+        return run if self.shards is not None else traceable(run, self._compiled(sum_replica))
 
     def _with_names(self, run: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return `run` for a loss that names the axes of the rows in collectives: over one part, which has all rows."""
@@ -89,9 +90,9 @@ class Replicas:
 
         return named
 
-    def _compiled(self, sum_up: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `sum_up` for a loss that no replica can run by itself: as it is, with a warning."""
-        run = replace(self, axes=replace(self.axes, replica=())).run(sum_up)
+    def _compiled(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return `sum_replica` for a loss that no replica can run by itself: as it is, with a warning."""
+        run = replace(self, axes=replace(self.axes, replica=())).run(sum_replica)
         axes = " and ".join(self.axes.replica)
         problem = f"the loss cannot run on each replica by itself, such as one with a shard_map over {axes}"
         cost = f"the compiler partitions its rows over {axes} too, and reduces gradients once per microbatch, not per step"
@@ -109,7 +110,7 @@ class Replicas:
         names = self.axes.replica if self.shards is None else self.axes.rows
         return tuple(name for name in names if self.mesh.shape[name] > 1)
 
-    def total(self, numbers: Any) -> Any:
+    def psum(self, numbers: Any) -> Any:
         """Return the sums of numbers over all replicas, in the midst of a function that `run` runs."""
         return jax.lax.psum(numbers, self._names) if self._names else numbers
 
@@ -117,9 +118,9 @@ class Replicas:
         """Return the sums over all replicas. With several, call it in a function that is manual over their axes."""
         names = self._names
         if not names:
-            return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
+            return sums._replace(grads=jax.tree.map(as_summed, sums.grads))
         with jax.named_scope("reduce"):
-            # The one collective over the data axis: after the loop, once per optimizer step.
+            # Only here do gradients cross the data axis: after the loop, once per optimizer step.
             grads = cast_for_exchange(sums.grads, self.reduction_dtype, self.mesh)
             if is_scattered(self.shardings, self.axes):
                 grads = reduce_gradients(grads, self.shardings, self.mesh, self.axes)
@@ -167,10 +168,10 @@ class Replicas:
             check_vma=False,
         )
 
-    def _mapped(self, sum_up: Callable[..., Sums], otherwise: Callable[..., Sums]) -> Callable[..., Sums]:
-        """Return `sum_up` mapped over the replicas, with sums (*replicas, ...), or `otherwise` if it cannot be."""
+    def _mapped(self, sum_replica: Callable[..., Sums], otherwise: Callable[..., Sums]) -> Callable[..., Sums]:
+        """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...), or `otherwise` if it cannot be."""
         mesh, replica = self.mesh, self.axes.replica
-        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_up), lambda sums, _: sums, self.total)
+        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum)
         for name in reversed(replica):
             in_axes = (None, 1, 1, None, None)
             sums_of = jax.vmap(sums_of, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)

@@ -60,8 +60,9 @@ def train_step(
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
-    Gradients and losses are summed over all microbatches in float32, reduced over the data axis once, and divided by the sum
-    of the weights, so that every token counts the same wherever it is.
+    The engine `fused` sums gradients and losses over all microbatches, reduces them over the data axis once, and divides them
+    by the sum of the weights, so that every token counts the same wherever it is. Sums are at least in float32, unless an
+    `AccumulatedLoss` says otherwise for gradients. Integers are summed in float32 too: token counts are exact up to 2**24.
 
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows, which are the first axis of
@@ -254,7 +255,7 @@ class TrainStep:
             segment = batch.position.segment
             args = self._padded(batch), counts, segment and self._segment_on_devices(segment)
             lower = functools.partial(self._lower_program, Update.fused, state, *args)
-            program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
+            program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.num_rows, lower)
             # Before the call, which does not return at once everywhere.
             self._compile_next_phases(batch, state)
             state, metrics = self._run(program, Update.fused, state, *args)
@@ -263,9 +264,9 @@ class TrainStep:
                 self._zero_metrics = self._update.zero_metrics(*as_auto((state, batch.chunks[0])))
             metrics = self._zero_metrics
             for index, chunk in enumerate(batch.chunks):
-                part = metrics, chunk, np.int32(index * batch.layout.rows)
+                part = metrics, chunk, np.int32(index * batch.layout.num_rows)
                 lower = functools.partial(self._lower_program, Update.multi_steps, state, *part)
-                program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.rows, lower)
+                program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.num_rows, lower)
                 state, metrics = self._run(program, Update.multi_steps, state, *part)
         self._returned = state.step, batch.position.step + 1
         return state, metrics
@@ -310,7 +311,7 @@ class TrainStep:
         stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
         split = self.split_for(position)
-        needed = split.num_microbatches * len(process_rows(self._mesh, _rows(split), self._batch_axes))
+        needed = split.num_microbatches * len(process_rows(self._mesh, _num_rows(split), self._batch_axes))
         # Copied: the caller may fill the same arrays with the next rows while the devices still read these.
         rows = jax.tree.map(np.array, rows)
         found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
@@ -365,7 +366,7 @@ class TrainStep:
         if now == "used":
             return planned
         fallback = next((split for split in self._plan.fallbacks(position.phase.index) if use_of(split) == "used"), None)
-        if fallback is not None and (now == "later" or not self._compiler.is_ready(_rows(planned))):
+        if fallback is not None and (now == "later" or not self._compiler.is_ready(_num_rows(planned))):
             return fallback
         self._shape_changes[planned.microbatch_size] = step
         return planned
@@ -379,7 +380,7 @@ class TrainStep:
         """Return the program of the engine `fused` for a split of the plan, from a state and a row, or from their shapes."""
         layout = layout_of(self._plan, split, row_size(row))
         array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
-        chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.rows, *np.shape(x)), np.result_type(x)), row)
+        chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.num_rows, *np.shape(x)), np.result_type(x)), row)
         chunks = (chunk,) * layout.num_chunks
         scalar = functools.partial(jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh))
         segment = jax.tree.map(lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0]))
@@ -509,7 +510,7 @@ class TrainStep:
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         for split in splits:
-            self._compiler.compile_async(_rows(split), functools.partial(self.lower, shapes, batch.row, split))
+            self._compiler.compile_async(_num_rows(split), functools.partial(self.lower, shapes, batch.row, split))
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
         """Return as many chunks as the program takes: those of the batch, then one chunk of zeros that stays on the devices."""
@@ -524,8 +525,8 @@ class TrainStep:
         return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
 
 
-def _rows(split: BatchSplit) -> int:
-    """Return the rows of a microbatch over all replicas. In a plan, there is one program for each number of them."""
+def _num_rows(split: BatchSplit) -> int:
+    """Return R, the number of rows of a microbatch. In a plan, there is one program for each."""
     return split.data_parallel_size * split.microbatch_size
 
 

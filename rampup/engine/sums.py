@@ -16,13 +16,14 @@ from rampup.errors import ConfigError
 
 
 class Sums(NamedTuple):
-    """Sums over all rows of an optimizer step."""
+    """Sums over the rows of a microbatch, of a replica while its loop runs, and in the end of an optimizer step."""
 
-    # Gradient of `loss`, not of the mean, at least in float32, sharded like the parameters, or with ZeRO-1 like each replica's
-    # part of them; or None. If the loss has several parts, the gradient of `mean_loss` times the largest weight.
+    # Gradient of `loss`, not of the mean, at least in float32, but in the loop in `accumulator_dtype` if there is one. Sharded
+    # like the parameters, or with ZeRO-1 like each replica's part of them; or None. If the loss has several parts, the gradient
+    # of `mean_loss` times the largest weight.
     grads: Any
     loss: jax.Array  # a tuple if the loss has several parts
-    weight: jax.Array  # for instance the number of tokens; a tuple with `loss`
+    weight: jax.Array  # such as the number of tokens: integers are in float32, so exact up to 2**24; a tuple with `loss`
     aux: Any
     mutable: Any = None  # the state that the loss function carries from microbatch to microbatch
     noise: NoiseSums | None = None  # over the blocks, if the gradient noise is measured
@@ -55,10 +56,10 @@ class Recipe:
 
     def scaled(self, loss: Any) -> Any:
         """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
-        return loss if self.scale is None else accumulator(loss) * self.scale
+        return loss if self.scale is None else as_summed(loss) * self.scale
 
     def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
-        """Return the sums over mesh axes. Call it in a function that is manual over them. The noise adds no collective."""
+        """Return the sums over mesh axes. Call it in a function that is manual over them. `mutable` has its own collectives."""
         mutable = sums.mutable
         if mutable is not None:
             mutable = jax.tree.map(lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable)
@@ -90,7 +91,7 @@ def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
         # The mean of the changes: those of a constant are exactly 0, while the mean of three equal numbers can be another
         # number. An infinite start, such as that of a running maximum, would make the change NaN.
         # In float32: on CPUs, XLA aborts if the replicas exchange bfloat16 and another axis of the mesh is automatic.
-        start = accumulator(jnp.where(jnp.isfinite(start), start, 0))
+        start = as_summed(jnp.where(jnp.isfinite(start), start, 0))
         return (start + jax.lax.pmean(x - start, names)).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -115,14 +116,14 @@ def largest(weights: Any) -> Any:
     return functools.reduce(lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)), jax.tree.leaves(weights))
 
 
-def accumulator(x: Any, dtype: Any = None) -> jax.Array:
+def as_summed(x: Any, dtype: Any = None) -> jax.Array:
     """Cast a value to the type in which it is summed; see `accumulator_type`."""
     x = jnp.asarray(x)
     return x.astype(accumulator_type(x.dtype, dtype))
 
 
 def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
-    """Return the type in which values of a type are summed: at least float32, or `wanted` for real floating-point values."""
+    """Return the type in which values are summed: at least float32, integers too, or `wanted` for real floating-point ones."""
     is_real = jnp.issubdtype(dtype, jnp.floating)
     return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
 
@@ -132,7 +133,7 @@ def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     if dtype is not None:
         grads = jax.tree.map(lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
-    return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
+    return jax.tree.map(as_summed, grads) if mesh.devices.flat[0].platform == "cpu" else grads
 
 
 def cast_like(tree: Any, like: Any) -> Any:

@@ -1,6 +1,6 @@
 """The mathematics of a training step: what a compiled program computes from a state and rows.
 
-Shape suffixes: K microbatches of the input, R rows of one microbatch over all replicas.
+Shape suffixes: K microbatches of the input, R rows of one microbatch (data_parallel_size * microbatch_size).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What the programs of a training step compute. As a trace does not know its shardings, they are an argument."""
+    """What the programs of a training step compute. The shardings of the state are an argument: a trace does not know them."""
 
     loss: SummableLoss
     tx: Any  # for `multi_steps`, the `optax.MultiSteps` around the optimizer
@@ -46,19 +46,19 @@ class Update:
     has_explicit: bool = False  # the loss function sees Explicit axes
 
     def fused(
-        self, shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts, segment: Any = None
+        self, state_shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts, segment: Any = None
     ) -> tuple[Any, Metrics]:
         """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment` is for a `FollowingOptimizer`."""
-        state = fetch_offloaded(join_frozen(state, frozen), shardings)
+        state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
         batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
-        # The gradient's are those of the parameters, or with ZeRO-1 those of each replica's own part.
-        grad_shardings = device_shardings(shardings.params)
+        # The shardings of the gradients are those of the parameters, or with ZeRO-1 those of each replica's own part.
+        grad_shardings = device_shardings(state_shardings.params)
         if self.scatter_axes is not None:
             placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
-        recipe = self._recipe(state, shardings, grad_shardings)
-        loss = self.bound_loss(state, shardings)
+        recipe = self._recipe(state, state_shardings, grad_shardings)
+        loss = self.bound_loss(state, state_shardings)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
             sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, recipe, **options)
@@ -101,15 +101,15 @@ class Update:
         return split_frozen(new)[0], metrics
 
     def multi_steps(
-        self, shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
+        self, state_shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
     ) -> tuple[Any, Metrics]:
-        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are the metrics of those before it."""
-        state = fetch_offloaded(join_frozen(state, frozen), shardings)
+        """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are metrics of the step's earlier ones."""
+        state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
-        loss = self.bound_loss(state, shardings)
+        loss = self.bound_loss(state, state_shardings)
         recipe = self._recipe(state)
         with jax.named_scope("accumulate"):
-            options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
+            options = {"mesh": self.mesh, "param_shardings": device_shardings(state_shardings.params)}
             counts = np.int32(1), np.int32(1)
             sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, recipe, **options)
             if isinstance(sums.loss, tuple):
@@ -153,7 +153,7 @@ class Update:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}), replicated(self.mesh))
 
-    def _recipe(self, state: Any, shardings: Any = None, grad_shardings: Any = None) -> Recipe:
+    def _recipe(self, state: Any, state_shardings: Any = None, grad_shardings: Any = None) -> Recipe:
         """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
         scale, meter = getattr(state, "dynamic_scale", None), None
         if has_integers(state.params):
@@ -163,16 +163,16 @@ class Update:
         if self.measures_noise:
             # Adam's second moments give the noise a second geometry. Those that are scattered over the replicas, or in host
             # memory between steps, do not: every microbatch would need them whole.
-            is_at_hand = self.scatter_axes is None and device_shardings(shardings.opt_state) == shardings.opt_state
+            is_at_hand = self.scatter_axes is None and device_shardings(state_shardings.opt_state) == state_shardings.opt_state
             moments = second_moments(state.opt_state, state.params) if is_at_hand else None
             given = floating(grad_shardings, state.params), floating(moments, state.params)
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
         return Recipe(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
 
-    def bound_loss(self, state: Any, shardings: Any = None) -> SummableLoss:
+    def bound_loss(self, state: Any, state_shardings: Any = None) -> SummableLoss:
         """Return the loss with the frozen arrays of a state, if it has any, as an argument, and with the axes that it needs."""
-        has_axes = self.has_explicit and shardings is not None
-        return _bind_frozen(explicit_loss(self.loss, self.mesh, shardings) if has_axes else self.loss, state)
+        has_axes = self.has_explicit and state_shardings is not None
+        return _bind_frozen(explicit_loss(self.loss, self.mesh, state_shardings) if has_axes else self.loss, state)
 
     def run_optimizer(self, state: Any, grads: Any, loss: jax.Array, segment: SegmentNumbers | None = None) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
@@ -214,10 +214,10 @@ def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLos
 
 
 def eval_sums(
-    loss: SummableLoss, mesh: Mesh, shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
+    loss: SummableLoss, mesh: Mesh, state_shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
-    state = fetch_offloaded(state, shardings)
+    state = fetch_offloaded(state, state_shardings)
     batch_KR = jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))

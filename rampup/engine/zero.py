@@ -1,8 +1,9 @@
 """ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
 
 A step reduce-scatters the gradients once, after the last microbatch. The compiler runs the optimizer on the parts, as on any
-sharded array, so every optimizer stays correct. Then one all-gather gives all replicas the new parameters. The parts of arrays
-that are not sharded over other axes travel in one buffer, so there is one collective for them.
+sharded array, so every optimizer stays correct. Then all-gathers give all replicas the new parameters. The parts of arrays
+that are not sharded over other axes travel in one buffer per type, so there is one collective for it. All others, such as
+those that are sharded over fsdp, travel one by one.
 
 The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn.
 """

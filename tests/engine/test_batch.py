@@ -27,7 +27,7 @@ def test_layout_holds_every_phase_and_wastes_less_than_a_chunk(d, factors, chunk
         total_steps=1,
     )
     layout = layout_of(plan, plan.splits[0], size, chunk_size=chunk_size)
-    assert layout.rows == d
+    assert layout.num_rows == d
     assert chunk_size in (None, layout.chunk_size)
     most = max(split.num_microbatches for split in plan.splits)
     if chunk_size is None:
