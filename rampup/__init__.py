@@ -6,7 +6,6 @@ first used, so planning a run does not import jax.
 
 from __future__ import annotations
 
-import dis
 import importlib
 import sys
 from collections.abc import Mapping
@@ -90,12 +89,49 @@ if TYPE_CHECKING:  # for editors and type checkers
 
 __version__ = "0.1.0"
 
-# Where each public name is defined: the imports above, which were compiled, so that no name is written twice.
-_HOME, _from = dict[str, str](), ""
-for _step in dis.get_instructions(sys._getframe().f_code):
-    _from = _step.argval if _step.opname == "IMPORT_NAME" else _from
-    if _step.opname == "IMPORT_FROM" and _from.startswith("rampup."):
-        _HOME[_step.argval] = _from
+# Where each public name is defined, as the imports above say to editors.
+_HOMES = {
+    "rampup.batch_size.hyperparameters": "AdamConstants AdamScaling",
+    "rampup.batch_size.noise_scale": "NoiseEstimate NoiseScale",
+    "rampup.config.build": "build_plan",
+    "rampup.config.load": "load_config",
+    "rampup.config.schema": "Config",
+    "rampup.data.batches": "BatchLoader microbatches step_batches stream_batches",
+    "rampup.dialects": "check_command check_file",
+    "rampup.engine.accumulate": "AccumulatedLoss accumulate multi_steps",
+    "rampup.engine.batch": "Batch",
+    "rampup.engine.check_loss": "LossReport check_loss",
+    "rampup.engine.mesh": "BatchAxes make_mesh",
+    "rampup.engine.nnx": "merge_model split_model",
+    "rampup.engine.optimizer": "AdamSchedule LearningRate make_optimizer",
+    "rampup.engine.pipeline": "PipelinedLoss",
+    "rampup.engine.state": "TrainState create_state prepare_state",
+    "rampup.engine.step": "EvalStep TrainStep train_step",
+    "rampup.errors": "BatchDivisibilityError ConfigError DataError DataWarning LossWarning MissingDependencyError "
+    "PipelineShapeError RampDefinitionError RampupError ResumeMismatchError ResumeWarning",
+    "rampup.inspection.inspect": "Inspection inspect",
+    "rampup.lm.branches": "CriticalBatch find_critical_batch_size",
+    "rampup.lm.load": "LoadedRun",
+    "rampup.lm.train": "Run train",
+    "rampup.loop.checkpoint": "CheckpointOptions",
+    "rampup.loop.components": "Component",
+    "rampup.loop.loop": "EvalOptions Loop Summary",
+    "rampup.loop.metrics": "MetricOptions",
+    "rampup.plan.learning_rate": "Seesaw",
+    "rampup.plan.mesh_axes": "MeshAxes",
+    "rampup.plan.pipeline": "Timetable",
+    "rampup.plan.plan": "PlanPosition RampPlan",
+    "rampup.plan.ramp": "BatchRamp Phase",
+    "rampup.plan.ramp_keys": "RampupBatchManager ramp_from_config",
+    "rampup.plan.split": "BatchSplit BatchSplitter",
+    "rampup.plan.topology": "Topology",
+    "rampup.rl.plan": "RolloutPlan",
+    "rampup.rl.train": "load",
+    "rampup.show.progress": "TrainProgress",
+    "rampup.tune.measured_design": "design_ramp",
+    "rampup.tune.topology": "topology_devices",
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names.split()}
 _MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", "integrations", "lm", "loop", "plan", "rl",
             "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)
