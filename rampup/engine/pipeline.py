@@ -87,7 +87,7 @@ class PipelinedLoss:
     """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
 
     The parameters are a dict: `layers`, stacked along the first axis, and the parameters of the first and the last part, which
-    every stage has. With repeats, `rampup.engine.pipeline.permute_layers` brings the layers into their order.
+    every stage has. With repeats, `permute_layers` brings them into the order of `rampup.plan.pipeline.stage_layer_order`.
 
     Attributes:
         first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one

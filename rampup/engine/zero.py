@@ -112,7 +112,7 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 def _routes(
     leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes
 ) -> tuple[list[int], dict[int, int], list[dict[int, int]]]:
-    """Return the leaves that stay whole, those that travel alone, and those of each buffer: indices, the latter with dims."""
+    """Return which leaves stay whole, travel alone and fill each buffer; of the last two, index -> scattered dimension."""
     whole = list[int]()
     alone = dict[int, int]()
     by_type = dict[Any, dict[int, int]]()
