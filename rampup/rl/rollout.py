@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -668,7 +668,7 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     sampling = options.sampling
     largest = max(stage.samples_per_prompt for stage in stages)
 
-    def refuse(key: str, text: str, *nearest: Any) -> None:
+    def refuse(key: str, text: str, *nearest: Any) -> NoReturn:
         raise ConfigError(text, key=key, nearest=nearest)
 
     if (plan.critic is None) != (critic is None):

@@ -456,12 +456,13 @@ def _notes(
     best = min(choices, key=lambda choice: choice.run_seconds)
     if best.run_seconds < chosen.run_seconds:
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
-        tied = (TIE_TOLERANCE, "such times vary more than that")
+        tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
+        why = "such times vary more than that"
         if programs.target is not None:
-            tied = (ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic")
+            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
         yield (
             f"{name} is {1 - best.run_seconds / chosen.run_seconds:.1%} faster than what is recommended, but "
-            f"within {tied[0]:.0%} it is a tie ({tied[1]}): the fewest compiled programs win, then the "
+            f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
             "configuration's own rampup_microbatch, then the largest microbatch"
         )
     if programs.target is not None:
