@@ -1,11 +1,19 @@
 """Tests of rampup.rl.experience."""
 
+from dataclasses import replace
+
+import jax
 import numpy as np
+import optax
 import pytest
+from helpers import processes
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+import rampup
+from rampup.engine.batch import put_batch
+from rampup.engine.mesh import process_rows
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.rl.experience import (
     check_rewards,
@@ -15,8 +23,11 @@ from rampup.rl.experience import (
     has_zero_spread,
     loss_rows,
     mini_batches,
+    padded_rows,
 )
 from rampup.rl.plan import AGGREGATIONS, RolloutPlan, Size, Training
+from rampup.rl.policy import grpo_loss
+from rampup.rl.schedule import split_of
 
 
 @pytest.mark.parametrize(
@@ -90,6 +101,49 @@ def test_aggregations_are_those_of_their_names(mode):
         "group-mean-token-mean": np.mean([np.concatenate(per_sequence[n : n + 2]).mean() for n in (0, 2)]),
     }[mode]
     assert np.sum(rows["coefficients"] * loss) / rows["weights"].sum() == pytest.approx(expected)
+
+
+GROUP, WIDTH = 3, 4
+
+
+def train_rows(process, number, port):
+    """Train on 1, 7 and 32 prompts by each aggregation on two devices, and compare with all samples in one batch on one."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2 // number)
+    jax.config.update("jax_enable_x64", True)
+    if number > 1:
+        jax.distributed.initialize(f"localhost:{port}", num_processes=number, process_id=process)
+    mesh = rampup.make_mesh()
+    splitter = rampup.BatchSplitter(data_parallel_size=2, microbatch_size=WIDTH // 2)
+    plan = rampup.RampPlan(ramp=rampup.BatchRamp.constant(32 * GROUP), splitter=splitter, num_devices=2, total_steps=12)
+    loss_fn = grpo_loss(lambda params, tokens: params[tokens])
+    by_hand = jax.jit(jax.value_and_grad(lambda params, rows: loss_fn(params, rows, None)[0] / rows["weights"].sum()))
+    step = rampup.train_step(loss_fn, optax.sgd(1.0), plan, mesh)
+    state = rampup.create_state(np.random.default_rng(0).normal(size=(8, 8)), step.tx, mesh)
+    for place, (mode, count) in enumerate((mode, size * GROUP) for mode in AGGREGATIONS for size in (1, 7, 32)):
+        rng = np.random.default_rng(place)
+        samples = {"tokens": rng.integers(0, 8, (count, 5)), "prompt_length": np.full(count, 2)}
+        samples |= {"response_length": rng.integers(1, 4, count), "group": np.arange(count) // GROUP}
+        samples |= {name: rng.normal(size=(count, 3)) - 2 for name in ("log_probabilities", "advantages")}
+        rows = loss_rows(samples, loss_agg_mode=mode)
+        passes = padded_rows(rows, WIDTH)
+        split = split_of(len(passes["tokens"]), WIDTH, 2)
+        own = {name: x[:, process_rows(mesh, WIDTH)] for name, x in passes.items()}
+        before = np.asarray(state.params.addressable_data(0))
+        state, metrics = step(state, put_batch(own, replace(plan.position(place), split=split), plan, mesh))
+        moved = before - np.asarray(state.params.addressable_data(0))
+        with jax.default_device(jax.local_devices()[0]):
+            loss, grads = by_hand(before, rows)
+        np.testing.assert_allclose(moved, grads, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6, atol=1e-6)
+    assert step.num_compilations == 1
+
+
+@pytest.mark.slow
+def test_gradient_of_any_number_of_prompts_is_that_of_one_batch_in_1_and_2_processes(tmp_path):
+    """By all aggregations, in 1 to 24 microbatches of one program, to 1e-6 on two devices, in every process."""
+    port = processes.free_port()
+    processes.run_all(train_rows, [(0, 1, port), (0, 2, port), (1, 2, port)], tmp_path)
 
 
 def plan_of(prompts=12, n=2, mini=4, *, epochs=2, pad=False, unit="prompts", critic=None):
