@@ -135,10 +135,13 @@ def test_weights_may_depend_on_parameters_and_on_what_is_carried(name):
 
 
 def test_evaluation_returns_the_sums_of_each_part():
-    """To be added up over batches, and then divided."""
-    step, state = toy.start("data", loss_fn, microbatch_size=1)
+    """To be added up over batches, and then divided; the zeros that fill the buffer up do not count."""
+    step, state = toy.start("data", loss_fn, schedule=SCHEDULE, microbatch_size=1)
     batch = next(step.batches(toy.rows()))
-    found = rampup.EvalStep(loss_fn, toy.mesh_of("data"))(state, batch)
+    evaluate = rampup.EvalStep(loss_fn, toy.mesh_of("data"))
+    with pytest.raises(rampup.DataError, match="takes a Batch"):
+        evaluate(state, batch.chunks)
+    found = evaluate(state, batch)
     expected = parts(toy.new_params(toy.mesh_of("one")), toy.stacked(toy.rows()[:16]))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
 

@@ -45,10 +45,9 @@ def test_callbacks_beside_a_convolution_run_once_per_replica():
     seen = []
 
     def loss(p, b, k):
-        x = jax.lax.conv_general_dilated(b["x"][None], jnp.eye(8)[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))[
-            0
-        ]
-        total, weight, aux = loss_fn(p, b | {"x": x}, k)
+        numbers = ("NWC", "WIO", "NWC")
+        x = jax.lax.conv_general_dilated(b["x"][None], jnp.eye(8)[None], (1,), "SAME", dimension_numbers=numbers)
+        total, weight, aux = loss_fn(p, b | {"x": x[0]}, k)
         jax.debug.callback(lambda x: seen.append(float(x)), weight)
         return total, weight, aux
 

@@ -12,19 +12,8 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import (
-    ScaledState,
-    flax_state,
-    history,
-    loss_fn,
-    mesh_of,
-    new_params,
-    plain_loss_fn,
-    plan_for,
-    rows,
-    start,
-    train,
-)
+from helpers import toy
+from helpers.toy import loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, rows, start, train
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,7 +36,9 @@ def test_batch_stats_reach_the_loss(mesh_name):
     def loss(p, b, k, batch_stats):
         return *loss_fn(p, b, k), {"count": batch_stats["count"] + 1}
 
-    state, _ = train(*start(mesh_name, loss, state=flax_state(BatchStatsState, batch_stats={"count": jnp.zeros(())})), steps=3)
+    state, _ = train(
+        *start(mesh_name, loss, state=toy.flax_state(BatchStatsState, batch_stats={"count": jnp.zeros(())})), steps=3
+    )
     assert float(state.batch_stats["count"]) >= 3
 
 
@@ -62,8 +53,8 @@ def test_state_that_is_a_plain_dataclass():
         opt_state: Any
         best: Any
 
-    state, _ = train(*start(state=lambda params, tx: Plain(0, params, tx.init(params), jnp.float32(7))), steps=3)
-    assert float(state.best) == 7
+    state, metrics = train(*start(state=lambda params, tx: Plain(0, params, tx.init(params), jnp.float32(7))), steps=3)
+    assert (float(state.best), set(metrics)) == (7, {"loss", "weight", "grad_norm", "aux"})
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -73,7 +64,7 @@ def test_state_that_is_a_plain_dataclass():
         (optax.contrib.prodigy(), None),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)), None),
         (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), None),
-        (optax.sgd(0.1), flax_state()),
+        (optax.sgd(0.1), toy.flax_state()),
     ],
     ids=["prodigy", "sam", "plateau", "prepared"],
 )
@@ -136,7 +127,7 @@ def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
         return *loss_fn(params, batch, keys), {"maximum": mutable["maximum"], "sum": mutable["sum"] + bad}
 
     carried = {"maximum": jnp.float32(-jnp.inf), "sum": jnp.float32(0)}
-    state, found = history(*start(loss=loss, steps=3, engine=engine, skip_nonfinite=True, mutable=carried))
+    state, found = toy.history(*start(loss=loss, steps=3, engine=engine, skip_nonfinite=True, mutable=carried))
     assert [metrics["skipped"] for metrics in found] == [False, True, False]
     assert float(state.mutable["sum"]) == 0
 
@@ -145,7 +136,7 @@ MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_he
 init = jax.jit(MODEL.init)
 
 
-class FrozenState(ScaledState):
+class FrozenState(toy.ScaledState):
     """A TrainState that scales the loss and has frozen arrays."""
 
     frozen: Any = None
@@ -157,11 +148,11 @@ def run_pipeline(num_stages, **fields):
     plan = plan_for(mesh, "0:8 16:16", steps=5, num_stages=num_stages, microbatch_size=2)
     model, tx = MODEL.on(mesh), optax.sgd(0.3)
     params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
-    state = flax_state(FrozenState, **fields)(params, tx)
+    state = toy.flax_state(FrozenState, **fields)(params, tx)
     step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
     rng = np.random.default_rng(0)
     data = [{"tokens": rng.integers(0, 32, 9).astype(np.uint8), "length": np.int32(n % 8 + 1)} for n in range(64)]
-    state, found = history(step, rampup.prepare_state(state, mesh), step.batches(data))
+    state, found = toy.history(step, rampup.prepare_state(state, mesh), step.batches(data))
     losses = [[metrics["loss"], metrics["grad_norm"], metrics.get("skipped", 0)] for metrics in found]
     return losses, jax.device_get((state.params, state.dynamic_scale))
 
@@ -236,7 +227,7 @@ def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, en
     """Another optimizer than that of the state is an error before anything is compiled; optax would run some of them."""
     (step, _), (_, state) = start(tx=given, engine=engine), start(tx=made, engine=engine)
     mesh = mesh_of("one")
-    flax_made = flax_state()(new_params(mesh), step.tx).replace(opt_state=state.opt_state)
+    flax_made = toy.flax_state()(new_params(mesh), step.tx).replace(opt_state=state.opt_state)
     for wrong in (state, rampup.prepare_state(flax_made, mesh)):
         with pytest.raises(rampup.ConfigError, match=words) as caught:
             step(wrong, next(step.batches(rows())))

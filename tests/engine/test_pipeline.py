@@ -1,7 +1,4 @@
-"""Tests of rampup.engine.pipeline, in float64 against the model without a pipeline.
-
-Every executable here is small and serves many cases: the number of microbatches is an argument.
-"""
+"""Tests of rampup.engine.pipeline, in float64 against the model without a pipeline; one executable serves many cases."""
 
 import collections
 import dataclasses

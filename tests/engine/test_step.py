@@ -11,14 +11,13 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from flax.training.train_state import TrainState as LinenTrainState
 from helpers import toy
 
 from rampup.data.batches import step_batches
 from rampup.engine import batch as buffers
 from rampup.engine.mesh import replicated
 from rampup.engine.state import create_state, prepare_state
-from rampup.engine.step import EvalStep, train_step
+from rampup.engine.step import train_step
 from rampup.errors import ConfigError, DataError
 
 
@@ -101,29 +100,6 @@ def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
     np.testing.assert_allclose(*losses, rtol=1e-2)
     assert not np.allclose(*losses, rtol=1e-5)
     jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec or pytest.fail(a), state.opt_state.acc_grads, state.params)
-
-
-def test_prepared_flax_state_compiles_once():
-    """A prepared Flax TrainState runs the whole ramp in one executable and counts optimizer steps."""
-    params = jax.device_get(toy.new_params(toy.mesh_of("data")))
-    step, state = toy.start("data", schedule="0:16 64:32 200:48", params=params, state=toy.flax_state())
-    state, metrics = toy.train(step, state)
-    assert isinstance(state, LinenTrainState)
-    assert (int(state.step), state.step.dtype, step.num_compilations) == (12, jnp.int32, 1)
-    assert set(metrics) == {"loss", "weight", "grad_norm", "aux"}
-    assert int(metrics["aux"]["rows"]) == 48
-
-
-@pytest.mark.parametrize(("name", "size"), [("data", 48), ("one", 18), ("one", 72)])
-def test_eval_step_sums_losses_and_weights(name, size):
-    """EvalStep sums over the microbatches of a batch, without the rows of zeros that fill its buffer up."""
-    mesh = toy.mesh_of(name)
-    plan, rows = toy.plan_for(mesh, f"0:{size}", steps=2, microbatch_size=2), toy.rows(2 * size)
-    state, evaluate = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), EvalStep(toy.plain_loss_fn, mesh)
-    sums = np.sum([jax.device_get(evaluate(state, batch)) for batch in step_batches(rows, plan, mesh)], axis=0)
-    np.testing.assert_allclose(sums, toy.plain_loss_fn(jax.device_get(state.params), toy.stacked(rows), None)[:2], rtol=1e-5)
-    with pytest.raises(DataError, match="takes a Batch"):
-        evaluate(state, rows)
 
 
 @pytest.mark.parametrize("name", ["one", "data"])

@@ -90,6 +90,7 @@ def test_state_of_ones_own_is_prepared_for_it():
     step, _ = begin(mesh)
     losses, after = go_on(step, state)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert (type(after), int(after.step), step.num_compilations) == (type(own), 12, 1)
     for each in (state, after, begin(mesh)[1]):
         # The counter is whole.
         assert bytes_per_device(each.opt_state) - 4 == (bytes_per_device(own.opt_state) - 4) / 8

@@ -127,11 +127,7 @@ def test_packed_rows_are_computed_like_single_ones():
 @pytest.mark.parametrize(
     ("call", "key", "rule"),
     [
-        (
-            lambda: generate(MODEL, None, [[]], max_response_length=3),
-            "max_prompt_length",
-            "prompt 0 has 0 tokens.*leave it out$",
-        ),
+        (lambda: generate(MODEL, None, [[]], max_response_length=3), "max_prompt_length", "0 has 0 tokens.*leave it out$"),
         (lambda: pad_prompts([[1, 2], [1, 2, 3]], 2), "max_prompt_length", "prompt 1 has 3 tokens.* set max_prompt_length=3"),
         (lambda: generate(MODEL, None, [[1]], max_response_length=0), "max_response_length", "at least 1"),
         (lambda: generate(MODEL, None, [[1]], max_response_length=1.5), "max_response_length", "whole number"),

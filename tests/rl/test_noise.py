@@ -99,13 +99,9 @@ def block_gradient(params, rows):
 
 def step_on(devices, **options):
     """Return a rollout step of eight prompts on some devices, and its state."""
-    training = Training(
-        mini_batch=Size(count=8, unit="prompts"),
-        microbatch=Size(count=4, unit="samples"),
-        data_parallel_size=devices,
-        num_epochs=2,
-    )
-    plan = RolloutPlan(rollout_batch=Size(count=8, unit="prompts"), samples_per_prompt=4, policy=training, num_steps=4)
+    prompts = Size(count=8, unit="prompts")
+    training = Training(mini_batch=prompts, microbatch=Size(count=4, unit="samples"), data_parallel_size=devices, num_epochs=2)
+    plan = RolloutPlan(rollout_batch=prompts, samples_per_prompt=4, policy=training, num_steps=4)
     step = rollout_step(
         logits,
         optax.sgd(0.1),
