@@ -39,6 +39,15 @@ def communication(axes, *, sharded_loss=False):
     return found[True], found[False], local
 
 
+def test_data_parallel_steps_reduce_once():
+    """With replicas alone, the loop is silent, and one all-reduce of all gradients and sums follows it."""
+    inside, outside, local = communication(MeshAxes(data=8))
+    assert inside == []
+    (operation, shapes), *others = outside
+    assert (operation, others) == ("all-reduce", [])
+    assert local <= set(shapes)
+
+
 @pytest.mark.slow
 def test_tensor_parallel_steps_reduce_gradients_once():
     """Beside a tensor axis the loop reduces activations, which have a replica's rows in front, and no gradients."""
