@@ -72,7 +72,7 @@ class Summary:
     seconds: float = 0.0  #: duration of this launch, compilation included
     first_eval_loss: float | None = None  #: of the first evaluation of the run; None without evaluation
     final_eval_loss: float | None = None  #: of the last one
-    batch_size_schedule: str | None = None  #: with `batch_size_schedule: auto`, the schedule that was used, or is advised
+    batch_size_schedule: str | None = None  #: with `auto`, the schedule that was used, or is advised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
