@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import shutil
 import socket
@@ -343,9 +344,9 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return reason
         if re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
             return f"No space left on device in {self.folder}"
-        # Tensorstore says in a page what it was doing.
-        cause = re.search(r"([\w ]+) \[os_error_code=", reason)
-        return f"{cause[1].strip()} in {self.folder}" if cause else reason[:300]
+        # Tensorstore says in a page what it was doing, with the facts in any order.
+        code = re.search(r"\[os_error_code='?(\d+)", reason)
+        return f"{os.strerror(int(code[1]))} in {self.folder}" if code else reason[:300]
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
