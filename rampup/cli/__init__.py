@@ -99,19 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except RampupError as error:
         _print_error(error, as_json=as_json)
-        return common.EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else common.EXIT_REFUSED
+        code = common.EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else common.EXIT_REFUSED
     except KeyboardInterrupt:
-        return common.EXIT_INTERRUPTED
+        code = common.EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return common.EXIT_CLOSED
+        code = common.EXIT_CLOSED
     except Exception as error:  # noqa: BLE001 - the last resort: the traceback, and the error as JSON
         import traceback
 
         traceback.print_exc()
         if as_json:
             _print_error(error, as_json=True)
-        return common.EXIT_FAILED
+        code = common.EXIT_FAILED
+    distributed = sys.modules.get("rampup.loop.distributed")
+    if distributed is not None and distributed.has_failed.is_set():
+        distributed.leave(code)
+    return code
 
 
 def _report_unraisable(problem: Any) -> None:

@@ -5,6 +5,8 @@ Processes communicate through the key-value store of jax.distributed, without de
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import itertools
 import json
@@ -16,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -29,6 +31,9 @@ _ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
 _agreement_numbers = itertools.count()
 _check_numbers = itertools.count()
 _is_watching = threading.Lock()
+has_failed = threading.Event()  # in this process, a run of several
+_process0_is_gone = threading.Event()
+_HEAD_START = 5.0  # seconds in which the watchdog names a process 0 that is gone, before JAX hears of it
 
 
 def join(
@@ -61,7 +66,7 @@ def join(
         waiting.words = f"process {launch.number} of {launch.count} waits at {launch.address} for the others"
         try:
             jax.distributed.initialize(
-                coordinator_address=launch.address,
+                coordinator_address=_relay(launch.address) if launch.number else launch.address,
                 num_processes=launch.count,
                 process_id=launch.number,
                 local_device_ids=devices,
@@ -86,6 +91,39 @@ def _keep_connections(port: int, seconds: int) -> None:
         ):
             if connection.getsockname()[1] == port:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
+def _relay(address: str) -> str:
+    """Return an address in this process that leads to process 0, and learn there, before JAX does, that process 0 is gone.
+
+    JAX aborts its process, from C++, as soon as its connection to process 0 is closed.
+    """
+    if {"grpc_proxy", "http_proxy", "https_proxy"} & os.environ.keys():  # gRPC would look for this address behind the proxy
+        return address
+    _process0_is_gone.clear()
+    host, _, port = address.rpartition(":")
+    loop = asyncio.new_event_loop()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while some := await reader.read(1 << 16):
+                writer.write(some)
+                await writer.drain()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            far_reader, far_writer = await asyncio.open_connection(sock=connection)
+            with contextlib.closing(far_writer):
+                requests, answers = (asyncio.create_task(carry(*each)) for each in ((reader, far_writer), (far_reader, writer)))
+                await asyncio.wait([requests, answers], return_when=asyncio.FIRST_COMPLETED)
+                if not requests.done():
+                    _process0_is_gone.set()
+                    await asyncio.sleep(_HEAD_START)
+
+    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1"))
+    threading.Thread(target=loop.run_forever, name="rampup-relay", daemon=True).start()
+    return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def check_reachable() -> None:
@@ -186,7 +224,6 @@ def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
 def _watched(timeout: float) -> Iterator[None]:
     own = jax.process_index()
     done = threading.Event()  # there is nothing more to watch
-    device_error = threading.Event()  # of the devices or the connections between processes: the main thread ends by itself
 
     def report(state: str) -> None:
         kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
@@ -226,10 +263,8 @@ def _watched(timeout: float) -> Iterator[None]:
             problem = _problem(heard, now, max(answered, continued), timeout)
             if problem and not done.is_set():
                 print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
-                if device_error.is_set():
-                    return
-                # The main thread is inside a collective that waits for the process that is gone: no exception and no signal
-                # handler reaches it there, and jax.distributed.shutdown would wait for that process too.
+                # The main thread may be inside a collective that waits for the process that is gone: no exception and no
+                # signal handler reaches it there. It may also hold the lock of standard output.
                 os._exit(1)
 
     beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
@@ -240,7 +275,8 @@ def _watched(timeout: float) -> Iterator[None]:
         thread.start()
         yield
     except BaseException as error:
-        final = f"{_FAILED}{type(error).__name__}: {error}"
+        has_failed.set()
+        final = f"{_FAILED}{type(error).__name__}: {error}".removesuffix(": ")
         # Whether it, or an error that led to it, is of the devices or of the connections between processes.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo " not in str(cause):
@@ -248,7 +284,6 @@ def _watched(timeout: float) -> Iterator[None]:
         if cause is not None:
             # A broken connection fails at once, long before the process at its other end counts as silent. Until the thread has
             # named that process, this one stays alive for the others, which look for the culprit as well.
-            device_error.set()
             thread.join(timeout + 2)
         raise
     finally:
@@ -259,6 +294,22 @@ def _watched(timeout: float) -> Iterator[None]:
                 each.join(2)  # A sign of life that is being written would come after the report.
         with contextlib.suppress(Exception):
             report(final)
+            if own == 0 and final != _DONE:
+                time.sleep(2.5 * pause)  # in which the others read it: then the store is gone
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once. JAX's own end waits for the other processes, and aborts if they are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+@atexit.register
+def _leave_after_a_failure() -> None:
+    if has_failed.is_set():
+        leave(1)
 
 
 def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:
@@ -271,7 +322,7 @@ def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float,
             return f"process {number} failed with {state.removeprefix(_FAILED)}"
         if state != _DONE and now - since > timeout:
             return f"process {number} has been silent for {timeout:g} s"
-    return None
+    return "process 0 is gone" if _process0_is_gone.is_set() else None
 
 
 def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:

@@ -20,7 +20,7 @@ from helpers.tiny import AUTO, TINY, command_line
 from rampup import Config
 from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, DataError
 from rampup.lm.train import train
 from rampup.loop.distributed import _problem, join
 
@@ -109,26 +109,45 @@ def test_several_processes_train_what_one_would(tmp_path):
     assert metrics(many, *names) == metrics(one, *names)
 
 
+def fail_in_process_1(words, folder, opened):
+    """Run `rampup` in a folder; process 1 meets an error before the tenth step."""
+    from rampup.loop import distributed
+
+    agreed = distributed.StopConsensus.agreed
+
+    def meet(self, wants_to_stop, step):
+        if step == 9 and "process_id=1" in words:
+            raise DataError("row 7 is broken")
+        return agreed(self, wants_to_stop, step)
+
+    distributed.StopConsensus.agreed = meet
+    return run_command(words, folder, opened)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too"), (0, "task died|process 0")]
+    ("victim", "words"), [(0, "is gone"), (1, "has been silent for 5 s"), (None, "failed with DataError: row 7 is broken")]
 )
-def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
-    """The survivor ends soon, and says who is gone, or if that is process 0, JAX does; started again, the run resumes."""
+def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, words):
+    """Each says why in one sentence, soon, and JAX aborts none of them; started again, the run resumes."""
     folder = tmp_path / "out"
-    started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
-    file = folder / "run" / "metrics.jsonl"
-    processes.wait_until(lambda: file.exists() and file.read_text().count("\n") > 8)
-    assert all(process.is_alive() for process in started)
-    os.kill(started[victim].pid, signal.SIGKILL)
-    output = finish(started, folder, timeout=40)[1 - victim]
-    assert started[1 - victim].exitcode != 0
-    assert any(word in output for word in words.split("|")), output
-    if victim:
-        assert "Start the job again to resume." in output
-        done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
-        run(folder, number=2, devices=2, steps=done + 2)
-        assert len(metrics(folder)) == done + 2
+    runs = [fail_in_process_1] * 2 if victim is None else None
+    started = start(folder, number=2, devices=2, steps=100_000, runs=runs, jax_distributed_heartbeat_timeout_seconds=5)
+    if victim is not None:
+        file = folder / "run" / "metrics.jsonl"
+        processes.wait_until(lambda: file.exists() and file.read_text().count("\n") > 8)
+        assert all(process.is_alive() for process in started)
+        os.kill(started[victim].pid, signal.SIGKILL)
+    printed = finish(started, folder, timeout=60 if victim is None else 20)
+    other = 1 if victim == 0 else 0
+    assert f"rampup: process {1 - other} {words}; process {other} ends too. Start the job again to resume." in printed[other]
+    assert victim is not None or "DataError: row 7 is broken" in printed[1]
+    codes = [1, 2 if victim is None else -signal.SIGKILL]
+    assert [started[other].exitcode, started[1 - other].exitcode] == codes
+    assert not any("stack trace" in output or "Traceback" in output for output in printed)
+    done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    run(folder, number=2, devices=2, steps=done + 2)
+    assert len(metrics(folder)) == done + 2
 
 
 class LateRows:
