@@ -156,10 +156,8 @@ def __dir__() -> list[str]:
     return sorted([*__all__, *_MODULES, "__version__"])
 
 
-def _to_html(value: Any) -> str:
-    from rampup.show.notebook import to_html
-
-    return to_html(value)
+def _to_html(value: Any) -> Any:
+    return importlib.import_module("rampup.show.notebook").to_html(value)
 
 
 # Tell IPython, if this process is one of its shells, how to show the classes. By name: this imports none of them.

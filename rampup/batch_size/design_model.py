@@ -176,11 +176,6 @@ class DesignModel:
     noise: NoiseCurve
     times: StepTimes
 
-    def halved(self) -> Self:
-        """Return the model with half the noise scale at every progress."""
-        knots = tuple((place, noise / 2) for place, noise in self.noise.knots)
-        return replace(self, noise=replace(self.noise, knots=knots))
-
     def run(self, schedule: Schedule, *, samples: int | None = None, progress: float | None = None) -> Outcome:
         """Return the outcome of a schedule after a number of samples, or if that is None at a progress."""
         done, reached = 0.0, 0.0

@@ -112,8 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json:
             _print_error(error, as_json=True)
         code = common.EXIT_FAILED
-    distributed = sys.modules.get("rampup.loop.distributed")
-    if distributed is not None and distributed.has_failed.is_set():
+    if (distributed := sys.modules.get("rampup.loop.distributed")) is not None and distributed.has_failed.is_set():
         distributed.leave(code)
     return code
 

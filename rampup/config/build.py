@@ -65,7 +65,7 @@ def build_plan(
     except RampupError:
         from rampup.config.refusal import all_problems
 
-        raise all_problems(config, num_devices, **resumed) from None
+        raise all_problems(config, num_devices, resumed) from None
 
 
 def plan_or_first_error(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -16,7 +16,6 @@ from rampup.config import build
 from rampup.config.resume import list_devices, numbers_that_can
 from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError, combine, raise_together
-from rampup.plan.learning_rate import Seesaw
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_in
 from rampup.plan.ramp import BatchRamp, parse_schedule
@@ -25,16 +24,9 @@ from rampup.plan.refusal import batch_error, nearest_batches
 from rampup.plan.split import BatchSplitter
 
 
-def all_problems(
-    config: Config,
-    num_devices: int,
-    *,
-    ramp: BatchRamp | None = None,
-    seesaw: Seesaw | None = None,
-    eval_size: int | None = None,
-    reserved_sizes: Sequence[int] | None = None,
-) -> RampupError:
-    """Return one error with every rule that a configuration breaks. See `build_plan` for the arguments."""
+def all_problems(config: Config, num_devices: int, resumed: Mapping[str, Any]) -> RampupError:
+    """Return one error with every rule that a configuration breaks. `resumed` are the other arguments of `build_plan`."""
+    ramp, seesaw, eval_size, reserved_sizes = (resumed[name] for name in ("ramp", "seesaw", "eval_size", "reserved_sizes"))
     problems: list[RampupError] = []
     axes = splitter = None
     # Neither has an effect on what is legal.
@@ -74,7 +66,7 @@ def all_problems(
     assert splitter is not None
     if eval_problems:
         eval_size = splitter.for_eval().smallest  # a legal one: only the other rules are left to check
-    resumed: dict[str, Any] = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
+    resumed = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
     with _collected(eval_problems, config):
         build.plan_or_first_error(config, num_devices, **resumed)
     return combine(eval_problems)

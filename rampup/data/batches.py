@@ -15,7 +15,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -45,8 +45,6 @@ from rampup.plan.split import BatchSplit, BatchSplitter
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
 INLINE_BYTES = 2**20  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
 _ROWS_OF_IDENTITY = 8
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SampleOrder:
@@ -460,12 +458,7 @@ def stream_batches(
         yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
-def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
-    return functools.wraps(other, assigned=())
-
-
-@_takes_parameters_of(step_batches)
+@functools.wraps(step_batches, assigned=())
 def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 

@@ -37,20 +37,10 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
         return is_nested or (num_automatic > 0 and _is_over_single(eqn, mesh))
 
     def as_it_is(*args: Any) -> Any:
-        # One function and not `traceable`: whoever debugs a loss function sees each frame between.
-        try:
-            closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
-            if refused := next(filter(is_refused, operations(closed)), None):
-                raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map over {manual}")
-            return replay(closed, results, args)
-        except RampupError:
-            raise
-        except (NameError, ValueError) as error:
-            first = error
-        try:
-            return rewritten(*args)
-        except Exception:  # noqa: BLE001 - it is not because of the axes
-            raise first from None
+        closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
+        if refused := next(filter(is_refused, operations(closed)), None):
+            raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map over {manual}")
+        return replay(closed, results, args)
 
     def rewritten(*args: Any) -> Any:
         single = {name: AxisType.Auto for name, size in mesh.shape.items() if size == 1}
@@ -60,7 +50,7 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
         outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
-    return rewritten if num_automatic > 1 else as_it_is
+    return rewritten if num_automatic > 1 else traceable(as_it_is, rewritten)
 
 
 def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,6 @@ _check_numbers = itertools.count()
 _is_watching = threading.Lock()
 has_failed = threading.Event()  # in this process, a run of several
 _process0_is_gone = threading.Event()
-_HEAD_START = 5.0  # seconds in which the watchdog names a process 0 that is gone, before JAX hears of it
 
 
 def join(
@@ -85,12 +84,9 @@ def join(
 def _keep_connections(port: int, seconds: int) -> None:
     """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection ends the other process, from C++."""
     for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with (
-            contextlib.suppress(OSError, IndexError),
-            socket.fromfd(int(file), socket.AF_INET, socket.SOCK_STREAM) as connection,
-        ):
-            if connection.getsockname()[1] == port:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+        with contextlib.suppress(OSError, IndexError), socket.fromfd(int(file), socket.AF_INET, socket.SOCK_STREAM) as peer:
+            if peer.getsockname()[1] == port:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
 
 
 def _relay(address: str) -> str:
@@ -119,7 +115,7 @@ def _relay(address: str) -> str:
                 await asyncio.wait([requests, answers], return_when=asyncio.FIRST_COMPLETED)
                 if not requests.done():
                     _process0_is_gone.set()
-                    await asyncio.sleep(_HEAD_START)
+                    await asyncio.sleep(5)  # in which the watchdog names it
 
     server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1"))
     threading.Thread(target=loop.run_forever, name="rampup-relay", daemon=True).start()
@@ -306,10 +302,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@atexit.register
-def _leave_after_a_failure() -> None:
-    if has_failed.is_set():
-        leave(1)
+atexit.register(lambda: leave(1) if has_failed.is_set() else None)
 
 
 def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:

@@ -90,17 +90,11 @@ class NotebookBar:
 
 
 def make_bar(console: Console) -> TerminalBar | NotebookBar | None:
-    """Return the bar that fits the output of a console; None if it is piped."""
-    if in_notebook():
+    """Return the bar that fits the output of a console, or None if it is piped. A notebook's process has a kernel."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is not None:
         return NotebookBar()
     return TerminalBar(console) if console.is_terminal else None
-
-
-def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook (Jupyter, Colab)."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 class TrainProgress:

@@ -213,7 +213,9 @@ class _Forecast:
         }
         for key, values in ranges.items():
             found |= _with_ends(key, values)
-        half = self.models[0].halved().run(schedule, progress=same[0].progress)
+        curve = self.models[0].noise
+        curve = replace(curve, knots=tuple((place, noise / 2) for place, noise in curve.knots))
+        half = replace(self.models[0], noise=curve).run(schedule, progress=same[0].progress)
         return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
 
     def course(self, schedule: Schedule) -> list[dict[str, Any]]:

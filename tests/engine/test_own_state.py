@@ -168,6 +168,7 @@ def test_dynamic_scale_works_with_pipeline_stages():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
 
 
+@pytest.mark.slow
 def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     """The error comes before anything is computed, and names the field, the loss and what to do."""
     with pytest.raises(rampup.ConfigError, match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze"):

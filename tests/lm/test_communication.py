@@ -68,7 +68,8 @@ def test_fsdp_reduces_what_memory_requires():
     assert len(reduced) == NUM_GRADIENTS
 
 
-@pytest.mark.parametrize("axes", [pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow), MeshAxes(data=2, fsdp=4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [MeshAxes(fsdp=8), MeshAxes(data=2, fsdp=4)])
 def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
     """No device receives a whole gradient, the embedding or the activations of all rows; norms are reduced after the loop."""
     inside, outside, _ = communication(axes, sharded_loss=True)

@@ -74,6 +74,7 @@ def test_auto_schedule_is_replayed(tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     """A run that dies at and after its decisions continues as one that never did, and a finished one does nothing."""
     summary, lines, folder = whole

@@ -59,14 +59,13 @@ def assert_same(found, expected, tolerance=2e-5):
 SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
-        pytest.param(MeshAxes(fsdp=8), {}, marks=SLOW),
-        pytest.param(MeshAxes(data=2, fsdp=2, tensor=2), None, marks=SLOW),
-        pytest.param(MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}, marks=SLOW),
-        pytest.param(MeshAxes(data=4, tensor=2), {"num_vocab_tiling": 4}, marks=SLOW),
-        pytest.param(MeshAxes(data=2, fsdp=2, pipeline=2), {"num_vocab_tiling": 4}, marks=SLOW),
+        *((MeshAxes(fsdp=8), {}), (MeshAxes(data=2, fsdp=2, tensor=2), None)),
+        *((MeshAxes(data=2, **axes), {"num_vocab_tiling": 4}) for axes in ({"fsdp": 4}, {"fsdp": 2, "pipeline": 2})),
+        (MeshAxes(data=4, tensor=2), {"num_vocab_tiling": 4}),
         (MeshAxes(data=2, fsdp=2, tensor=2), {"num_vocab_tiling": 4, "remat_policy": "full"}),
     ],
 )

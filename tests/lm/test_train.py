@@ -83,14 +83,8 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param({}, id="replicas"),
-        pytest.param(SHARDED, id="fused", marks=pytest.mark.slow),
-        pytest.param(SHARDED | {"gradient_accumulation": "multi_steps"}, id="multi_steps", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, SHARDED, SHARDED | {"gradient_accumulation": "multi_steps"}])
 def test_train_resumes_bit_for_bit(tmp_path, keys):
     """A stop before and after a phase change changes no bit, with replicas and with fsdp- and tensor-sharded state."""
     keys = keys | {"checkpoint_period": 3}

@@ -115,15 +115,13 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     assert 4 * model.flops_per_sample(32) == pytest.approx(counted, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"remat_policy": "minimal"}, marks=pytest.mark.slow),
-        pytest.param({"remat_policy": "full"}, marks=pytest.mark.slow),
-        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
-        pytest.param({"num_vocab_tiling": 4}, marks=pytest.mark.slow),
-        pytest.param({"num_vocab_tiling": 8, "tied": True}, marks=pytest.mark.slow),
-        pytest.param({"attention": "flash"}, marks=pytest.mark.slow),
+        *({"remat_policy": policy} for policy in ("minimal", "full")),
+        *({"scan_layers": False}, {"attention": "flash"}),
+        *({"num_vocab_tiling": 4}, {"num_vocab_tiling": 8, "tied": True}),
         {"remat_policy": "minimal_with_context", "num_vocab_tiling": 2},
     ],
 )

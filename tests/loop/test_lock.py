@@ -114,7 +114,7 @@ def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("locks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_owner_ends_when_another_process_has_taken_over(tmp_path, monkeypatch, locks):
     """Whether its file was deleted or its lease ran out during a pause, no step and no checkpoint follows."""
     if not locks:

@@ -27,7 +27,8 @@ def params_of_model():
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "data_fsdp_tensor"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["one", "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """To 1e-5, for rows of all lengths; the tokens do not depend on the devices, and the end token is the last and counts."""
     options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)

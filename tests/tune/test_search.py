@@ -170,6 +170,7 @@ def programs():
     return Programs(Config(**TUNED), jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
