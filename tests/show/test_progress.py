@@ -14,7 +14,7 @@ from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.loop import events
-from rampup.show.progress import TerminalBar, TrainProgress, in_notebook, make_bar
+from rampup.show.progress import TerminalBar, TrainProgress, make_bar
 
 # 4, 8, 12 and 16 samples.
 RAMP = {"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4, "per_device_batch_size": 16}
@@ -128,7 +128,6 @@ def test_progress_time_left_counts_samples(monkeypatch):
 def test_make_bar_fits_the_output(monkeypatch):
     """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert not in_notebook()
     assert isinstance(make_bar(Console(file=io.StringIO(), force_terminal=True)), TerminalBar)
     assert make_bar(Console(file=io.StringIO())) is None
     assert shown(quiet=True, console={"force_terminal": True}) == ""
