@@ -27,11 +27,12 @@ from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
 NOTICE_STEPS = 8  # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of the devices of all
-_ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
+_DONE, _FAILED = "done", "failed "
 _agreement_numbers = itertools.count()
 _check_numbers = itertools.count()
+_watch_numbers = itertools.count()
 _is_watching = threading.Lock()
-has_failed = threading.Event()  # in this process, a run of several
+has_failed = threading.Event()  # the last run of several processes, in this one
 _process0_is_gone = threading.Event()
 
 
@@ -90,13 +91,9 @@ def _keep_connections(port: int, seconds: int) -> None:
 
 
 def _relay(address: str) -> str:
-    """Return an address in this process that leads to process 0, and learn there, before JAX does, that process 0 is gone.
-
-    JAX aborts its process, from C++, as soon as its connection to process 0 is closed.
-    """
+    """Return an address in this process that leads to process 0, and learn there, before JAX does, that process 0 is gone."""
     if {"grpc_proxy", "http_proxy", "https_proxy"} & os.environ.keys():  # gRPC would look for this address behind the proxy
         return address
-    _process0_is_gone.clear()
     host, _, port = address.rpartition(":")
     loop = asyncio.new_event_loop()
 
@@ -110,15 +107,16 @@ def _relay(address: str) -> str:
         with contextlib.closing(writer), contextlib.suppress(OSError):
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
             far_reader, far_writer = await asyncio.open_connection(sock=connection)
+            _process0_is_gone.clear()  # it may have started again
             with contextlib.closing(far_writer):
                 requests, answers = (asyncio.create_task(carry(*each)) for each in ((reader, far_writer), (far_reader, writer)))
                 await asyncio.wait([requests, answers], return_when=asyncio.FIRST_COMPLETED)
                 if not requests.done():
                     _process0_is_gone.set()
-                    await asyncio.sleep(5)  # in which the watchdog names it
+                    await asyncio.sleep(5)  # JAX aborts its process, from C++, when the connection is closed
 
-    server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1"))
-    threading.Thread(target=loop.run_forever, name="rampup-relay", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name="rampup-relay", daemon=True).start()  # the caller may run another loop
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1"), loop).result()
     return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
@@ -219,10 +217,11 @@ def watchdog(timeout: float) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _watched(timeout: float) -> Iterator[None]:
     own = jax.process_index()
+    folder = f"{FOLDER}/alive{next(_watch_numbers)}"  # a state of an earlier run, which its caller knows, ends none
     done = threading.Event()  # there is nothing more to watch
 
     def report(state: str) -> None:
-        kv_store().key_value_set(f"{_ALIVE}/{own}", state[:1000], allow_overwrite=True)
+        kv_store().key_value_set(f"{folder}/{own}", state[:1000], allow_overwrite=True)
 
     pause = min(timeout / 5, 1.0)
     seen: dict[str, tuple[str, float]] = {}
@@ -235,11 +234,11 @@ def _watched(timeout: float) -> Iterator[None]:
             now = time.monotonic()
             try:
                 report(str(number))
-                states = dict(kv_store().key_value_dir_get(_ALIVE))
+                states = dict(kv_store().key_value_dir_get(folder))
                 answered = now
             except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
                 states = {}
-            states.pop(f"{_ALIVE}/{own}", None)
+            states.pop(f"{folder}/{own}", None)
             for key, state in states.items():
                 # The clocks of two machines differ, so only the time since a state last changed here counts.
                 if key not in seen or seen[key][0] != state:
@@ -266,6 +265,7 @@ def _watched(timeout: float) -> Iterator[None]:
     beats = threading.Thread(target=beat, name="rampup-heartbeat", daemon=True)
     thread = threading.Thread(target=watch, name="rampup-watchdog", daemon=True)
     final = _DONE
+    has_failed.clear()
     try:
         beats.start()
         thread.start()

@@ -1,5 +1,6 @@
 """Tests of rampup.loop.distributed, with real processes on this machine."""
 
+import asyncio
 import functools
 import itertools
 import json
@@ -17,12 +18,12 @@ from helpers.processes import free_port
 from helpers.runs import metrics_of
 from helpers.tiny import AUTO, TINY, command_line
 
-from rampup import Config
+from rampup import Config, make_mesh
 from rampup.engine import processes as engine_processes
 from rampup.engine.processes import check_joined, wait_for_all
 from rampup.errors import ConfigError, DataError
 from rampup.lm.train import train
-from rampup.loop.distributed import StopConsensus, _problem, join
+from rampup.loop.distributed import StopConsensus, _problem, join, watchdog
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
@@ -304,8 +305,7 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
     [
         ({"coordinator_address": "localhost:1"}, "num_processes"),
         ({"num_processes": 2, "process_id": 0}, "coordinator_address"),
-        ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2}, "process_id"),
-        ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": -1}, "process_id"),
+        *(({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": n}, "process_id") for n in (2, -1)),
     ],
 )
 def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
@@ -345,23 +345,26 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
 
 
 def wait_with_others(number, port, delay, seen):
-    """Wait for the other process, which comes later, and note which have come when the wait ends."""
-    import rampup
+    """Wait for the other process, which comes later, and note which have come when the wait ends; a run before has failed."""
+
+    async def cell():
+        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
 
     engine_processes._QUIET_SECONDS_OF_MEETING = 0.2
-    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
-    mesh = rampup.make_mesh()
-    wait_for_all(mesh)
-    time.sleep(number * delay)
-    (seen / f"{number}").touch()
-    wait_for_all(mesh)
+    asyncio.run(cell())  # as in a notebook
+    mesh = make_mesh()
+    with pytest.raises(ValueError, match="in both"), watchdog(20):
+        raise ValueError("in both")
+    with watchdog(20):
+        time.sleep(2 + number * delay)
+        (seen / f"{number}").touch()
+        wait_for_all(mesh)
     (seen / f"after{number}").write_text(" ".join(sorted(path.name for path in seen.glob("?"))))
 
 
 def test_wait_for_all_waits_for_the_last(tmp_path):
     """No process goes on before all are there, and process 0 names the one that is missing."""
-    port = free_port()
-    printed = processes.run_all(wait_with_others, [(n, port, 1, tmp_path) for n in range(2)], tmp_path)
+    printed = processes.run_all(wait_with_others, [(n, p, 4, tmp_path) for p in [free_port()] for n in range(2)], tmp_path)
     assert [(tmp_path / f"after{n}").read_text() for n in range(2)] == ["0 1", "0 1"]
     assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
