@@ -36,12 +36,6 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
         is_nested = eqn.primitive.name == "shard_map" and not manual.isdisjoint(eqn.params.get("manual_axes", ()))
         return is_nested or (num_automatic > 0 and _is_over_single(eqn, mesh))
 
-    def as_it_is(*args: Any) -> Any:
-        closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
-        if refused := next(filter(is_refused, operations(closed)), None):
-            raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map over {manual}")
-        return replay(closed, results, args)
-
     def rewritten(*args: Any) -> Any:
         single = {name: AxisType.Auto for name, size in mesh.shape.items() if size == 1}
         shapes = jax.tree.map(lambda x: _shape_of(jax.typeof(x)), args)
@@ -50,15 +44,21 @@ def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -
         outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
-    return rewritten if num_automatic > 1 else traceable(as_it_is, rewritten)
+    return rewritten if num_automatic > 1 else traceable(run, rewritten, is_refused)
 
 
-def traceable(run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def traceable(run: Callable[..., Any], otherwise: Callable[..., Any], is_refused: Any = None) -> Callable[..., Any]:
     """Return a function that is `run`, or `otherwise` where JAX cannot trace `run` because of its axes: unbound, or manual."""
 
+    # One function: whoever debugs a loss function sees each frame between.
     def either(*args: Any) -> Any:
         try:
-            return run(*args)
+            if is_refused is None:
+                return run(*args)
+            closed, results = jax.make_jaxpr(run, return_shape=True)(*args)
+            if refused := next(filter(is_refused, operations(closed)), None):
+                raise ValueError(f"a {refused.primitive.name} over axes of one device within a shard_map")
+            return replay(closed, results, args)
         except RampupError:
             raise
         except (NameError, ValueError) as error:
