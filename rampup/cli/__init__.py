@@ -77,7 +77,7 @@ class _Console(Console):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. By its own arguments, the process may re-execute itself with huge pages."""
+    """Run one command and return its exit code, with which one of several processes ends here if the run failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         common.skip_absent_tpu()

@@ -143,7 +143,7 @@ class LoRAModel(nnx.Module):
 
 @pytest.mark.parametrize(
     ("wrt", "mesh_name"),
-    [(nnx.LoRAParam, "data"), toy.slow(nnx.Param, "one"), toy.slow(nnx.LoRAParam, "one"), toy.slow(nnx.Param, "data")],
+    [toy.slow(nnx.LoRAParam, "data"), (nnx.Param, "one"), toy.slow(nnx.LoRAParam, "one"), toy.slow(nnx.Param, "data")],
 )
 def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     """Only `wrt` is trained and accumulated; statistics, dropout and sown values work."""

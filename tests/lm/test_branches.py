@@ -54,6 +54,7 @@ def digest(folder):
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.slow
 def test_critical_json(run, work, capsys):
     """The command prints the documented keys, changes nothing in the run's folder, and its schedule can be planned."""
     before = digest(run)

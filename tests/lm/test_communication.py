@@ -12,6 +12,7 @@ from rampup import create_state, make_mesh, train_step
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
 
+pytestmark = pytest.mark.slow
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 ROWS_OF_A_REPLICA = 4
 NUM_GRADIENTS = 12  # embedding, head, final norm and the nine arrays of a layer
@@ -48,7 +49,6 @@ def test_data_parallel_steps_reduce_once():
     assert local <= set(shapes)
 
 
-@pytest.mark.slow
 def test_tensor_parallel_steps_reduce_gradients_once():
     """Beside a tensor axis the loop reduces activations, which have a replica's rows in front, and no gradients."""
     inside, outside, local = communication(MeshAxes(data=4, tensor=2))
@@ -59,7 +59,6 @@ def test_tensor_parallel_steps_reduce_gradients_once():
     assert len(gradients) == 1
 
 
-@pytest.mark.slow
 def test_fsdp_reduces_what_memory_requires():
     """With fsdp each gradient is reduced in the loop; else only weights that are gathered for use, and numbers, move."""
     inside, _, _ = communication(MeshAxes(fsdp=8))
@@ -68,7 +67,6 @@ def test_fsdp_reduces_what_memory_requires():
     assert len(reduced) == NUM_GRADIENTS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [MeshAxes(fsdp=8), MeshAxes(data=2, fsdp=4)])
 def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
     """No device receives a whole gradient, the embedding or the activations of all rows; norms are reduced after the loop."""

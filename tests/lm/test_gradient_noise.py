@@ -18,7 +18,7 @@ from rampup.loop.components import GRADIENT_NOISE
 from rampup.loop.events import LearningRateChanged, StepDone, ignore_event
 from rampup.loop.loop import RAMP_ROWS
 
-pytestmark = pytest.mark.usefixtures("optimized")
+pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
 AUTO = tiny.AUTO | {"checkpoint_period": 7}
 # A run whose batch, rate and constants of AdamW follow its noise, to the end of a budget of 600 samples.
@@ -60,7 +60,6 @@ def test_auto_schedule_scales_the_learning_rate(whole):
         assert line["learning_rate"] == pytest.approx(1e-4 * math.sqrt(size / 32) * min(done / 0.1, decay))
 
 
-@pytest.mark.slow
 def test_auto_schedule_is_replayed(tmp_path):
     """The printed schedule gives the same batches, rates and losses, with a rate that does not depend on the last batch."""
     constant = BUDGET | {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
@@ -74,7 +73,6 @@ def test_auto_schedule_is_replayed(tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     """A run that dies at and after its decisions continues as one that never did, and a finished one does nothing."""
     summary, lines, folder = whole
@@ -100,7 +98,6 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     assert [event.schedule_steps for event in changes if isinstance(event, LearningRateChanged)] == [None]
 
 
-@pytest.mark.slow
 def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
     """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
     steps = AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "auto_schedule": "advise"}
@@ -127,7 +124,6 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     assert branches.run_plan.position(summary.steps).consumed_samples == sum(line["global_batch_size"] for line in lines)
 
 
-@pytest.mark.slow
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
     """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
     # With one layer, the compiler joins other operations in a program that measures.

@@ -56,10 +56,10 @@ def assert_same(found, expected, tolerance=2e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 4), found, expected)
 
 
-SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
+pytestmark = pytest.mark.slow
+ZERO1 = {"shard_optimizer_over_data": True}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "changes"),
     [
@@ -78,7 +78,6 @@ def test_sharded_loss_is_that_of_one_device(axes, changes):
     assert_same(found, reference()[: len(found)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [("ring", {"remat_policy": "full"}), ("cube", {"num_vocab_tiling": 4})])
 def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
     """Gradients that are reduce-scattered side by side are those of one reduce-scatter, to 2e-5."""
@@ -92,10 +91,10 @@ def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
     ("name", "axes", "options"),
     [
         ("reduction_dtype", MeshAxes(data=8), {}),
-        pytest.param("reduction_dtype", MeshAxes(data=4, tensor=2), {}, marks=SLOW),
-        pytest.param("accumulator_dtype", MeshAxes(data=8), ZERO1, marks=SLOW),
-        pytest.param("accumulator_dtype", MeshAxes(fsdp=4, data=2), {}, marks=SLOW),
-        pytest.param("accumulator_dtype", MeshAxes(data=2, fsdp=2, pipeline=2), ZERO1, marks=SLOW),
+        ("reduction_dtype", MeshAxes(data=4, tensor=2), {}),
+        ("accumulator_dtype", MeshAxes(data=8), ZERO1),
+        ("accumulator_dtype", MeshAxes(fsdp=4, data=2), {}),
+        ("accumulator_dtype", MeshAxes(data=2, fsdp=2, pipeline=2), ZERO1),
     ],
 )
 def test_gradients_exchanged_or_accumulated_in_bfloat16_are_close(name, axes, options):

@@ -362,6 +362,7 @@ def wait_with_others(number, port, delay, seen):
     (seen / f"after{number}").write_text(" ".join(sorted(path.name for path in seen.glob("?"))))
 
 
+@pytest.mark.slow
 def test_wait_for_all_waits_for_the_last(tmp_path):
     """No process goes on before all are there, and process 0 names the one that is missing."""
     printed = processes.run_all(wait_with_others, [(n, p, 4, tmp_path) for p in [free_port()] for n in range(2)], tmp_path)

@@ -201,8 +201,7 @@ SAMPLES = {size: Size(count=size, unit="samples", scope="replica") for size in (
 TOKENS = {size: Size(count=size, unit="tokens", scope="replica") for size in (7, 11, 20)}
 CASES = [
     pytest.param("one", AGGREGATIONS, {"microbatch": SAMPLES[1]}, marks=pytest.mark.slow),
-    ("data", AGGREGATIONS[:1], {"microbatch": TOKENS[11], "mini": 4}),
-    pytest.param("data", AGGREGATIONS[1:], {"microbatch": TOKENS[11], "mini": 4}, marks=pytest.mark.slow),
+    pytest.param("data", AGGREGATIONS, {"microbatch": TOKENS[11], "mini": 4}, marks=pytest.mark.slow),
     ("fsdp", AGGREGATIONS[2:], {"microbatch": SAMPLES[3], "pad": True, "prompts": 5, "mini": 4}),
     pytest.param("tensor", AGGREGATIONS[1:2], {"microbatch": SAMPLES[2]}, marks=pytest.mark.slow),
 ]
@@ -437,6 +436,7 @@ def test_fifty_sizes_are_one_program_per_role():
     assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
+@pytest.mark.slow
 def test_advantages_are_normalized_over_the_samples_that_are_kept():
     """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
     plan, sizes = plan_of(prompts=4, mini=4, critic=True), {"max_prompt_length": 1, "token_batch_size": 2 * 2 * (R + 1)}
