@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -106,8 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = common.EXIT_CLOSED
     except Exception as error:  # noqa: BLE001 - the last resort: the traceback, and the error as JSON
-        import traceback
-
         traceback.print_exc()
         if as_json:
             _print_error(error, as_json=True)

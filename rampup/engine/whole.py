@@ -61,12 +61,11 @@ def traceable(run: Callable[..., Any], otherwise: Callable[..., Any], is_refused
             return replay(closed, results, args)
         except RampupError:
             raise
-        except (NameError, ValueError) as error:
-            first = error
-        try:
-            return otherwise(*args)
-        except Exception:  # noqa: BLE001 - it is not because of the axes
-            raise first from None
+        except (NameError, ValueError) as first:
+            try:
+                return otherwise(*args)
+            except Exception:  # noqa: BLE001 - it is not because of the axes
+                raise first from None
 
     return either
 

@@ -28,9 +28,7 @@ from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
 NOTICE_STEPS = 8  # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of the devices of all
 _DONE, _FAILED = "done", "failed "
-_agreement_numbers = itertools.count()
-_check_numbers = itertools.count()
-_watch_numbers = itertools.count()
+_agreement_numbers, _check_numbers, _watch_numbers = (itertools.count() for _ in range(3))
 _is_watching = threading.Lock()
 has_failed = threading.Event()  # the last run of several processes, in this one
 _process0_is_gone = threading.Event()

@@ -200,6 +200,11 @@ class RampupBatchManager:
         """Samples consumed so far."""
         return self.ramp.samples_before(self.step)
 
+    @property
+    def num_accum_samples(self) -> int:
+        """Samples consumed since the current phase began."""
+        return self.total_used_samples - self.phase.start_sample
+
     def __repr__(self) -> str:
         names = ("step", "global_batch_size_current", "total_used_samples", "rampup_active")
         return f"RampupBatchManager({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

@@ -213,9 +213,8 @@ class _Forecast:
         }
         for key, values in ranges.items():
             found |= _with_ends(key, values)
-        curve = self.models[0].noise
-        curve = replace(curve, knots=tuple((place, noise / 2) for place, noise in curve.knots))
-        half = replace(self.models[0], noise=curve).run(schedule, progress=same[0].progress)
+        halved = replace(self.models[0].noise, knots=tuple((place, noise / 2) for place, noise in self.models[0].noise.knots))
+        half = replace(self.models[0], noise=halved).run(schedule, progress=same[0].progress)
         return found | {"more_tokens_if_noise_is_half": half.samples / same[0].samples - 1}
 
     def course(self, schedule: Schedule) -> list[dict[str, Any]]:

@@ -80,6 +80,7 @@ def test_update_agrees_with_maxtext(case):
         start, size, samples = max(phase for phase in phases if phase[0] <= step)
         assert manager.global_batch_size_current == size
         assert manager.total_used_samples == samples + (step - start) * size
+        assert manager.num_accum_samples == (step - start) * size
         assert manager.update() == (step + 1 < case["maxtext_manager"]["ramp_steps"])
     assert manager.total_rampup_steps == case["maxtext_manager"]["total_rampup_steps"]
     assert (manager.global_batch_size_start, manager.global_batch_size_end) == (phases[0][1], phases[-1][1])
@@ -95,7 +96,7 @@ def test_resume_agrees_with_stepping(step_num, carry, factor):
     for _ in range(step_num):
         stepped.update()
     resumed = RampupBatchManager(keys, step_num)
-    names = ("global_batch_size_current", "total_used_samples", "rampup_active", "step", "phase")
+    names = ("global_batch_size_current", "total_used_samples", "num_accum_samples", "rampup_active", "step", "phase")
     assert [getattr(resumed, name) for name in names] == [getattr(stepped, name) for name in names]
 
 
