@@ -27,7 +27,15 @@ from contenders import (
 )
 from hlo import Reductions, all_reduces
 from jax.sharding import Mesh
-from measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, main, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    ignore_row,
+    main,
+    take_turns,
+)
 
 from rampup.data.batches import step_batches
 from rampup.engine.compile import compile_program
@@ -46,12 +54,21 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Time one optimizer step of every system, and read the all-reduces of its program for several devices."""
     devices = jax.devices()
     mesh = make_mesh(devices=devices[:1])
-    wide = make_mesh(devices=devices[:REDUCING_DEVICES]) if len(devices) >= REDUCING_DEVICES else None
-    measured, counts = problems(devices[0], quick=quick), QUICK_COUNTS if quick else COUNTS
+    wide = (
+        make_mesh(devices=devices[:REDUCING_DEVICES])
+        if len(devices) >= REDUCING_DEVICES
+        else None
+    )
+    measured, counts = (
+        problems(devices[0], quick=quick),
+        QUICK_COUNTS if quick else COUNTS,
+    )
     found = Measurements(len(measured) * len(counts) * len(SYSTEMS), on_row)
     for problem in measured:
         for k in counts:
-            found.add(compare(problem, k, mesh, wide, rounds=3 if quick else rounds_of(k)))
+            found.add(
+                compare(problem, k, mesh, wide, rounds=3 if quick else rounds_of(k))
+            )
     return BenchResult(
         name="accumulate",
         title="one optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching",
@@ -77,9 +94,13 @@ def rounds_of(k: int) -> int:
     return max(ROUNDS, SHORT_ROUNDS // k)
 
 
-def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: int) -> list[dict[str, Any]]:
+def compare(
+    problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: int
+) -> list[dict[str, Any]]:
     """Return a row for every system at one number of microbatches."""
-    sizes = dict.fromkeys(SYSTEMS, (problem, k)) | {TUNED: fastest_split(problem, k, mesh)}
+    sizes = dict.fromkeys(SYSTEMS, (problem, k)) | {
+        TUNED: fastest_split(problem, k, mesh)
+    }
     systems = {name: build(name, *sizes[name], mesh) for name in SYSTEMS}
     cpu: dict[str, list[float]] = {name: [] for name in SYSTEMS}
 
@@ -88,13 +109,19 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
         systems[name].step()
         cpu[name].append(time.process_time() - start)
 
-    times = take_turns({name: partial(clocked, name) for name in SYSTEMS}, rounds=rounds)
+    times = take_turns(
+        {name: partial(clocked, name) for name in SYSTEMS}, rounds=rounds
+    )
     work = {name: statistics.median(seconds[1:]) for name, seconds in cpu.items()}
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     rows = []
     for name in SYSTEMS:
         microbatches, seconds = sizes[name][1], times[name]
-        reductions = None if wide is None else build(name, *sizes[name], wide).reductions(microbatches)
+        reductions = (
+            None
+            if wide is None
+            else build(name, *sizes[name], wide).reductions(microbatches)
+        )
         rows.append(
             {
                 "model": problem.name,
@@ -103,7 +130,8 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
                 "microbatches": 1 if name == PLAIN else microbatches,
                 "step_ms": seconds.median * 1e3,
                 "spread": seconds.spread,
-                "over_fastest": seconds.median / min(other.median for other in times.values()),
+                "over_fastest": seconds.median
+                / min(other.median for other in times.values()),
                 "over_plain": seconds.median / times[PLAIN].median,
                 "cpu_ms": work[name] * 1e3 if is_cpu else None,
                 "cpu_over_least": work[name] / min(work.values()) if is_cpu else None,
@@ -119,8 +147,14 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
 def fastest_split(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
     """Return the fastest split of the rows of k microbatches: a problem and its number of microbatches."""
     fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
-    splits = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
-    times = take_turns({name: build(RAMPUP, *split, mesh).step for name, split in splits.items()}, rounds=ROUNDS)
+    splits = {
+        str(number): (replace(problem, rows=problem.rows * k // number), number)
+        for number in fewer
+    }
+    times = take_turns(
+        {name: build(RAMPUP, *split, mesh).step for name, split in splits.items()},
+        rounds=ROUNDS,
+    )
     return splits[min(times, key=lambda name: times[name].median)]
 
 
@@ -152,7 +186,10 @@ def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
     step, state = baseline(name, problem, plan, mesh)
     on_devices = partial(jax.device_put, device=batch_sharding(mesh))
     arrays = problem.source(plan.consumed_samples).arrays
-    calls = [(on_devices(rows_B), *more) for rows_B, *more in baseline_calls(name, arrays, plan)]
+    calls = [
+        (on_devices(rows_B), *more)
+        for rows_B, *more in baseline_calls(name, arrays, plan)
+    ]
     compiled = step.lower(state, *calls[0]).compile()
 
     def baseline_step() -> Any:
@@ -171,7 +208,9 @@ def build_rampup(problem: Problem, k: int, mesh: Mesh, **options: Any) -> System
     source = problem.source(plan.consumed_samples)
     train, state = start_rampup(problem, plan, mesh, **options)
     (batch,) = step_batches(source, plan, mesh)
-    executable = compile_program(train.lower(state, jax.tree.map(lambda x: x[0], source.arrays), plan.splits[0]))
+    executable = compile_program(
+        train.lower(state, jax.tree.map(lambda x: x[0], source.arrays), plan.splits[0])
+    )
     step = stepper(train, state)
     return System(executable=executable, step=lambda: step(batch)[0].params)
 
@@ -180,11 +219,23 @@ def run_noise(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult
     """Time a step of 16 microbatches with and without the measurement of the gradient noise scale, in turns."""
     mesh = make_mesh(devices=jax.devices()[:1])
     # As many tokens in a microbatch as fill the machine, as in training; the cost is per microbatch and not per token.
-    problem, k = (QUICK, 2) if quick else (replace(MEDIUM, tokens=NOISE_TOKENS), NOISE_MICROBATCHES)
-    systems = {measures: build_rampup(problem, k, mesh, measure_gradient_noise=measures) for measures in (False, True)}
-    times = take_turns({str(measures): system.step for measures, system in systems.items()}, rounds=3 if quick else ROUNDS)
+    problem, k = (
+        (QUICK, 2)
+        if quick
+        else (replace(MEDIUM, tokens=NOISE_TOKENS), NOISE_MICROBATCHES)
+    )
+    systems = {
+        measures: build_rampup(problem, k, mesh, measure_gradient_noise=measures)
+        for measures in (False, True)
+    }
+    times = take_turns(
+        {str(measures): system.step for measures, system in systems.items()},
+        rounds=3 if quick else ROUNDS,
+    )
     # The ratio of neighbours in time, which share the disturbances of other processes.
-    ratios = sorted(on / off for off, on in zip(times["False"].all, times["True"].all, strict=True))
+    ratios = sorted(
+        on / off for off, on in zip(times["False"].all, times["True"].all, strict=True)
+    )
     found = Measurements(2, on_row)
     found.add(
         {

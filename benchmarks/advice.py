@@ -36,7 +36,10 @@ from pathlib import Path
 from typing import Any
 
 # One thread: times and results do not depend on what else the machine does.
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 "
+    + os.environ.get("XLA_FLAGS", "")
+)
 
 import jax
 import numpy as np
@@ -56,7 +59,11 @@ RESULTS = Path(__file__).with_name("advice.json")
 FIGURE = RESULTS.parents[1] / "docs/_static/ramp_pays.png"
 STAGES = ("constant", "lengths", "pilot", "ramps", "tuned", "wsd", "seeds", "auto")
 # The text: the standard library's files and those of packages that rampup needs, one file in HELD_OUT for evaluation.
-PACKAGES, SUFFIXES, HELD_OUT = ("flax", "jax", "numpy", "optax"), (".py", ".rst", ".txt"), 20
+PACKAGES, SUFFIXES, HELD_OUT = (
+    ("flax", "jax", "numpy", "optax"),
+    (".py", ".rst", ".txt"),
+    20,
+)
 CURVE_POINTS = 20
 # The schedules that the figure shows.
 SHOWN = ("fastest by plain", "one late switch by plain", "seesaw")
@@ -77,8 +84,17 @@ class Study:
     rate: float = 4e-3  # around which the rates of the pilot's batch are swept
     seeds: int = 3
     held_out: int = 2048  # samples of an evaluation
-    shares: tuple[int, ...] = (2, 4, 8, 16)  # the other runs of the best batch have 1/2, 1/4, ... of the samples
-    branchings: tuple[int, ...] = (1, 2, 4)  # checkpoints of the pilot with branches, in quarters of it
+    shares: tuple[int, ...] = (
+        2,
+        4,
+        8,
+        16,
+    )  # the other runs of the best batch have 1/2, 1/4, ... of the samples
+    branchings: tuple[int, ...] = (
+        1,
+        2,
+        4,
+    )  # checkpoints of the pilot with branches, in quarters of it
     least_steps: float = 64.0  # a step of B samples takes 1 + B / least_steps units of time on the assumed machine
 
     def config(self, **keys: Any) -> rampup.Config:
@@ -107,7 +123,16 @@ class Study:
 
 
 QUICK = Study(
-    sizes=(8, 16), samples=2048, rate=2e-2, shares=(2, 4), branchings=(2,), length=16, width=16, layers=1, seeds=2, held_out=32
+    sizes=(8, 16),
+    samples=2048,
+    rate=2e-2,
+    shares=(2, 4),
+    branchings=(2,),
+    length=16,
+    width=16,
+    layers=1,
+    seeds=2,
+    held_out=32,
 )
 
 
@@ -121,16 +146,26 @@ class Results:
         """Return the file, or an empty one."""
         return json.loads(self.path.read_text()) if self.path.exists() else {"runs": {}}
 
-    def update(self, change: Mapping[str, Any], run: Mapping[str, Any] | None = None) -> None:
+    def update(
+        self, change: Mapping[str, Any], run: Mapping[str, Any] | None = None
+    ) -> None:
         """Set keys, and add a run."""
         lock = os.open(self.path.parent, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             found = self.read() | dict(change)
             if run is not None:
-                found["runs"][run["name"]] = {key: value for key, value in run.items() if key != "name"}
-            runs = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(found.pop("runs").items()))
-            others = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in sorted(found.items()))
+                found["runs"][run["name"]] = {
+                    key: value for key, value in run.items() if key != "name"
+                }
+            runs = ",\n".join(
+                f"  {json.dumps(name)}: {json.dumps(row)}"
+                for name, row in sorted(found.pop("runs").items())
+            )
+            others = "".join(
+                f"{json.dumps(key)}: {json.dumps(value)},\n"
+                for key, value in sorted(found.items())
+            )
             whole = self.path.with_suffix(".new")
             whole.write_text(f'{{{others}"runs": {{\n{runs}\n}}}}\n')
             whole.replace(self.path)
@@ -150,15 +185,25 @@ def write_text(work: Path) -> dict[str, Any]:
     for name, folder in folders.items():
         for path in sorted(folder.rglob("*")):
             relative = path.relative_to(folder)
-            if path.suffix not in SUFFIXES or not path.is_file() or "site-packages" in relative.parts:
+            if (
+                path.suffix not in SUFFIXES
+                or not path.is_file()
+                or "site-packages" in relative.parts
+            ):
                 continue
-            is_held_out = hashlib.sha256(f"{name}/{relative}".encode()).digest()[0] % HELD_OUT == 0
+            is_held_out = (
+                hashlib.sha256(f"{name}/{relative}".encode()).digest()[0] % HELD_OUT
+                == 0
+            )
             parts["held_out" if is_held_out else "train"].append(path.read_bytes())
     found: dict[str, Any] = {"files": sum(map(len, parts.values()))}
     for name, texts in parts.items():
         text = b"\0".join(texts)
         (work / f"{name}.txt").write_bytes(text)
-        found |= {f"{name}_bytes": len(text), f"{name}_sha256": hashlib.sha256(text).hexdigest()[:16]}
+        found |= {
+            f"{name}_bytes": len(text),
+            f"{name}_sha256": hashlib.sha256(text).hexdigest()[:16],
+        }
     return found
 
 
@@ -167,16 +212,24 @@ class Trainer:
 
     def __init__(self, study: Study, work: Path) -> None:
         self.study, self.work = study, work
-        self.keys = {"grain_train_files": str(work / "train.txt"), "grain_eval_files": str(work / "held_out.txt")}
+        self.keys = {
+            "grain_train_files": str(work / "train.txt"),
+            "grain_eval_files": str(work / "held_out.txt"),
+        }
         config = study.config(**self.keys, batch_size_schedule=f"0:{study.sizes[0]}")
         self.mesh = rampup.make_mesh(devices=jax.devices()[:1])
         self.rows, held_out = open_sources(config)
         # From all files, not from the first ones.
-        arrays = held_out.read(np.linspace(0, len(held_out) - 1, study.held_out).astype(int))
-        self.held_out = [{key: x[number] for key, x in arrays.items()} for number in range(study.held_out)]
-        self.tx = optax.inject_hyperparams(lambda learning_rate: make_optimizer(learning_rate, b2=config.adam_b2))(
-            learning_rate=0.0
+        arrays = held_out.read(
+            np.linspace(0, len(held_out) - 1, study.held_out).astype(int)
         )
+        self.held_out = [
+            {key: x[number] for key, x in arrays.items()}
+            for number in range(study.held_out)
+        ]
+        self.tx = optax.inject_hyperparams(
+            lambda learning_rate: make_optimizer(learning_rate, b2=config.adam_b2)
+        )(learning_rate=0.0)
         self.step: rampup.TrainStep | None = None
         self.evaluate = EvalStep(study.model.loss, self.mesh)
         self.init = jax.jit(study.model.init)
@@ -185,28 +238,46 @@ class Trainer:
         """Return a configuration's plan; all plans have the buffers of the largest batch, and so one program."""
         return replace(rampup.build_plan(config, 1), reserved_sizes=self.study.sizes)
 
-    def run(self, *, seed: int, best_rates: Mapping[str, float] | None = None, **keys: Any) -> dict[str, Any]:
+    def run(
+        self, *, seed: int, best_rates: Mapping[str, float] | None = None, **keys: Any
+    ) -> dict[str, Any]:
         """Train, and return the summary. With `best_rates`, of every batch, they take the place of the square-root rule."""
-        config = self.study.config(**self.keys, init_weights_seed=seed, data_shuffle_seed=seed, **keys)
+        config = self.study.config(
+            **self.keys, init_weights_seed=seed, data_shuffle_seed=seed, **keys
+        )
         plan, begun = self.plan(config), time.monotonic()
         if self.step is None:
-            self.step = rampup.train_step(self.study.model.loss, self.tx, plan, self.mesh, check_loss=False)
+            self.step = rampup.train_step(
+                self.study.model.loss, self.tx, plan, self.mesh, check_loss=False
+            )
         schedule = LearningRate.from_config(
-            config, plan, peak=config.learning_rate, decay_fraction=config.wsd_decay_steps_fraction
+            config,
+            plan,
+            peak=config.learning_rate,
+            decay_fraction=config.wsd_decay_steps_fraction,
         )
         state = rampup.create_state(self.init(jax.random.key(seed)), self.tx, self.mesh)
         loader = BatchLoader(
             source=self.rows,
             plan=plan,
             mesh=self.mesh,
-            order=sample_order(config, len(self.rows), plan.ramp.samples_before(plan.total_steps)),
+            order=sample_order(
+                config, len(self.rows), plan.ramp.samples_before(plan.total_steps)
+            ),
         )
         losses, sizes = [], []
         for batch in loader.batches():
-            size, rate = batch.position.split.global_batch_size, schedule.at(batch.position.step)
+            size, rate = (
+                batch.position.split.global_batch_size,
+                schedule.at(batch.position.step),
+            )
             if best_rates is not None:
-                rate *= best_rates[str(size)] / (config.learning_rate * math.sqrt(size / self.study.pilot))
-            state.opt_state.hyperparams["learning_rate"] = jax.device_put(np.float32(rate))
+                rate *= best_rates[str(size)] / (
+                    config.learning_rate * math.sqrt(size / self.study.pilot)
+                )
+            state.opt_state.hyperparams["learning_rate"] = jax.device_put(
+                np.float32(rate)
+            )
             state, metrics = self.step(state, batch)
             losses.append(metrics["loss"])
             sizes.append(size)
@@ -232,20 +303,27 @@ class Trainer:
         return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def curve(tokens: np.ndarray, losses: np.ndarray, sizes: np.ndarray) -> list[list[float]]:
+def curve(
+    tokens: np.ndarray, losses: np.ndarray, sizes: np.ndarray
+) -> list[list[float]]:
     """Return the mean training loss in up to CURVE_POINTS parts of a run, each with the tokens at its end.
 
     Every sample is new to the model when its loss is computed.
     """
     parts = np.minimum((tokens - 1) * CURVE_POINTS // tokens[-1], CURVE_POINTS - 1)
     found = [(parts == part) for part in range(CURVE_POINTS) if (parts == part).any()]
-    return [[int(tokens[i][-1]), round(float(np.average(losses[i], weights=sizes[i])), 4)] for i in found]
+    return [
+        [int(tokens[i][-1]), round(float(np.average(losses[i], weights=sizes[i])), 4)]
+        for i in found
+    ]
 
 
 class Runner:
     """The stages of a study; what the results have is not run again."""
 
-    def __init__(self, study: Study, results: Results, work: Path, part: tuple[int, int]) -> None:
+    def __init__(
+        self, study: Study, results: Results, work: Path, part: tuple[int, int]
+    ) -> None:
         work.mkdir(parents=True, exist_ok=True)
         self.study, self.results, self.work, self.part = study, results, work, part
         text = write_text(work)
@@ -253,7 +331,13 @@ class Runner:
             raise SystemExit(
                 f"the runs in {results.path} are of another text than this machine has; move the file away to begin anew"
             )
-        results.update({"text": text, "study": asdict(study), "parameters": study.model.num_parameters})
+        results.update(
+            {
+                "text": text,
+                "study": asdict(study),
+                "parameters": study.model.num_parameters,
+            }
+        )
         self.trainer = Trainer(study, work)
 
     def mine(self, items: Iterable[Any]) -> list[Any]:
@@ -268,7 +352,10 @@ class Runner:
         if name not in known:
             run = self.trainer.run(seed=seed, **keys)
             self.results.update({}, {"name": name, "seed": seed, **keys, **run})
-            print(f"{name}: {run['loss']:.4f} after {run['steps']} steps, {run['seconds']} s", flush=True)
+            print(
+                f"{name}: {run['loss']:.4f} after {run['steps']} steps, {run['seconds']} s",
+                flush=True,
+            )
             return float(run["loss"])
         return float(known[name]["loss"])
 
@@ -282,14 +369,19 @@ class Runner:
         wanted = [center + offset for offset in FIRST_RATES]
         while wanted:
             for offset in wanted:
-                keys |= {"batch_size_schedule": f"0:{size}", "learning_rate": self.rate(size, offset)}
+                keys |= {
+                    "batch_size_schedule": f"0:{size}",
+                    "learning_rate": self.rate(size, offset),
+                }
                 losses[offset] = self.one(f"{name} rate{offset:+d}", **keys)
             best = min(losses, key=losses.__getitem__)
             if best in (min(losses), max(losses)):
                 wanted = [best - 2 if best == min(losses) else best + 2]
             else:
                 sides = [side for side in (best - 2, best + 2) if side in losses]
-                nearer = (best + min(sides, key=losses.__getitem__)) // 2 if sides else best
+                nearer = (
+                    (best + min(sides, key=losses.__getitem__)) // 2 if sides else best
+                )
                 wanted = [] if any((each - center) % 2 for each in losses) else [nearer]
         for seed in range(1, self.study.seeds):
             keys["learning_rate"] = self.rate(size, best)
@@ -304,10 +396,17 @@ class Runner:
     def lengths(self) -> None:
         """Run the best constant batch with other numbers of tokens."""
         runs = self.results.read()["runs"]
-        best = min(self.study.sizes, key=lambda size: mean_loss(runs, f"constant {size}"))
+        best = min(
+            self.study.sizes, key=lambda size: mean_loss(runs, f"constant {size}")
+        )
         center = best_offset(runs, f"constant {best}")
         for share in self.mine(self.study.shares):
-            self.sweep(f"length 1/{share} of {best}", best, center, train_samples=self.study.samples // share)
+            self.sweep(
+                f"length 1/{share} of {best}",
+                best,
+                center,
+                train_samples=self.study.samples // share,
+            )
 
     def pilot(self) -> None:
         """Train the pilot, measure its critical batches, and design from them."""
@@ -334,7 +433,9 @@ class Runner:
         folder, found = self.work / "pilot", []
         for quarter in study.branchings:
             try:
-                critical = rampup.find_critical_batch_size(folder, step=quarter * steps // 16, report=print)
+                critical = rampup.find_critical_batch_size(
+                    folder, step=quarter * steps // 16, report=print
+                )
                 found.append(critical.to_dict() | {"rate": critical.learning_rates[0]})
             except rampup.RampupError as error:
                 found.append({"step": quarter * steps // 16, "refused": str(error)})
@@ -345,26 +446,48 @@ class Runner:
         """Design from the pilot's critical batches and from both noise scales, for the assumed step times."""
         study, designs = self.study, {}
         times = self.work / "tune.json"
-        phases = [{"global_batch_size": size, "step_seconds": step_time(study, size)} for size in study.sizes]
+        phases = [
+            {"global_batch_size": size, "step_seconds": step_time(study, size)}
+            for size in study.sizes
+        ]
         times.write_text(json.dumps({"phases": phases}))
-        config = study.config(**self.trainer.keys, batch_size_schedule=f"0:{study.pilot}")
+        config = study.config(
+            **self.trainer.keys, batch_size_schedule=f"0:{study.pilot}"
+        )
         lines = [json.dumps(line) for line in read_lines(folder / METRICS_FILE)]
         for source in ("critical", "plain", "adam"):
             own = folder
-            if source != "critical":  # a folder beside which no critical batches are found
+            if (
+                source != "critical"
+            ):  # a folder beside which no critical batches are found
                 own = self.work / f"pilot-{source}"
                 own.mkdir(exist_ok=True)
                 (own / "config.yml").write_text((folder / "config.yml").read_text())
-                texts = [line.replace('"adam_', '"') if source == "adam" else line for line in lines]
+                texts = [
+                    line.replace('"adam_', '"') if source == "adam" else line
+                    for line in lines
+                ]
                 (own / METRICS_FILE).write_text("".join(f"{text}\n" for text in texts))
             designs[source] = {}
             try:
                 points = Measurements.read([times, own], config).noise
-                designs[source]["points"] = [[finite(value) for value in point] for point in points]
+                designs[source]["points"] = [
+                    [finite(value) for value in point] for point in points
+                ]
                 whole = rampup.design_ramp(
-                    config, [times, own], num_devices=1, train_tokens=study.samples * study.length, max_batch=study.sizes[-1]
+                    config,
+                    [times, own],
+                    num_devices=1,
+                    train_tokens=study.samples * study.length,
+                    max_batch=study.sizes[-1],
                 )
-                keys = ("noise_source", "noise_growth", "loss_slope", "candidates", "notes")
+                keys = (
+                    "noise_source",
+                    "noise_growth",
+                    "loss_slope",
+                    "candidates",
+                    "notes",
+                )
                 designs[source] |= {key: whole[key] for key in keys}
             except rampup.RampupError as error:
                 designs[source]["refused"] = str(error)
@@ -376,11 +499,23 @@ class Runner:
         known = self.results.read()
         for source, design in known["designs"].items():
             for each in design.get("candidates", ()):
-                name = {"early growth, fastest": "fastest", "early growth, frugal": "frugal"}.get(each["name"], each["name"])
-                keys = {"batch_size_schedule": each["batch_size_schedule"], **each["rate_rule"]}
+                name = {
+                    "early growth, fastest": "fastest",
+                    "early growth, frugal": "frugal",
+                }.get(each["name"], each["name"])
+                keys = {
+                    "batch_size_schedule": each["batch_size_schedule"],
+                    **each["rate_rule"],
+                }
                 # Those by Adam's geometry are close to those of the plain one.
-                if not name.startswith("constant") and keys not in found.values() and source != "adam":
-                    found[name if name == "seesaw" else f"{name} by {source}"] = keys | {"learning_rate": known["pilot_rate"]}
+                if (
+                    not name.startswith("constant")
+                    and keys not in found.values()
+                    and source != "adam"
+                ):
+                    found[name if name == "seesaw" else f"{name} by {source}"] = (
+                        keys | {"learning_rate": known["pilot_rate"]}
+                    )
         return found
 
     def ramps(self) -> None:
@@ -392,10 +527,18 @@ class Runner:
     def tuned(self) -> None:
         """Run what was designed with the best rate of each of its batches instead of the square-root rule."""
         runs = self.results.read()["runs"]
-        best = {str(size): self.rate(size, best_offset(runs, f"constant {size}")) for size in self.study.sizes}
-        by_rule = {size: best[str(self.study.pilot)] * math.sqrt(size / self.study.pilot) for size in self.study.sizes}
+        best = {
+            str(size): self.rate(size, best_offset(runs, f"constant {size}"))
+            for size in self.study.sizes
+        }
+        by_rule = {
+            size: best[str(self.study.pilot)] * math.sqrt(size / self.study.pilot)
+            for size in self.study.sizes
+        }
         for name, keys in self.mine(self.schedules().items()):
-            sizes = {int(each.split(":")[1]) for each in keys["batch_size_schedule"].split()}
+            sizes = {
+                int(each.split(":")[1]) for each in keys["batch_size_schedule"].split()
+            }
             # Of the others, the best rates are those of the rule.
             if any(not math.isclose(best[str(size)], by_rule[size]) for size in sizes):
                 for seed in range(self.study.seeds):
@@ -407,9 +550,16 @@ class Runner:
         named: dict[str, dict[str, Any]] = {}
         for size in self.study.sizes:
             best = best_offset(runs, f"constant {size}")
-            keys = {"batch_size_schedule": f"0:{size}", "learning_rate": self.rate(size, best)}
+            keys = {
+                "batch_size_schedule": f"0:{size}",
+                "learning_rate": self.rate(size, best),
+            }
             named[f"constant {size} rate{best:+d}"] = keys
-        named |= {f"ramp {name}": keys for name, keys in self.schedules().items() if name in SHOWN}
+        named |= {
+            f"ramp {name}": keys
+            for name, keys in self.schedules().items()
+            if name in SHOWN
+        }
         for name, keys in self.mine(named.items()):
             for seed in range(self.study.seeds, self.study.seeds + 2):
                 self.one(name, seed=seed, **keys)
@@ -425,18 +575,26 @@ class Runner:
             for size in (study.pilot, large_batch(self.results.read()))
         }
         found |= {
-            name: keys for name, keys in self.schedules().items() if name in ("fastest by plain", "one late switch by plain")
+            name: keys
+            for name, keys in self.schedules().items()
+            if name in ("fastest by plain", "one late switch by plain")
         }
         for name, keys in self.mine(found.items()):
             keys |= {"lr_schedule_type": "wsd", "wsd_decay_steps_fraction": 0.2}
             rates = {f"wsd {name}": 1.0, f"wsd {name} half rate": 0.5}
             losses = {
-                full: self.one(full, **keys | {"learning_rate": keys["learning_rate"] * factor})
+                full: self.one(
+                    full, **keys | {"learning_rate": keys["learning_rate"] * factor}
+                )
                 for full, factor in rates.items()
             }
             best = min(losses, key=losses.__getitem__)
             for seed in range(1, study.seeds):
-                self.one(best, seed=seed, **keys | {"learning_rate": keys["learning_rate"] * rates[best]})
+                self.one(
+                    best,
+                    seed=seed,
+                    **keys | {"learning_rate": keys["learning_rate"] * rates[best]},
+                )
 
     def auto(self) -> None:
         """Run the batch that follows the measured noise scale, from the pilot's batch on, with the samples of the others."""
@@ -445,7 +603,11 @@ class Runner:
             name = f"ramp auto seed{seed}"
             if name in self.results.read()["runs"]:
                 continue
-            keys = {"batch_scaling": "sqrt", "batch_scaling_reference": study.pilot, "learning_rate": rate}
+            keys = {
+                "batch_scaling": "sqrt",
+                "batch_scaling_reference": study.pilot,
+                "learning_rate": rate,
+            }
             config = study.config(
                 **self.trainer.keys,
                 **keys,
@@ -463,18 +625,29 @@ class Runner:
             lines = list(read_lines(self.work / config.run_name / METRICS_FILE))
             sizes = [line["global_batch_size"] for line in lines]
             tokens = np.cumsum(sizes) * study.length
-            changes = [n for n in range(len(sizes)) if n == 0 or sizes[n] != sizes[n - 1]]
-            loss, error = self.trainer.held_out_loss(rampup.load(self.work / config.run_name).params)
+            changes = [
+                n for n in range(len(sizes)) if n == 0 or sizes[n] != sizes[n - 1]
+            ]
+            loss, error = self.trainer.held_out_loss(
+                rampup.load(self.work / config.run_name).params
+            )
             run = {
-                "batch_size_schedule": " ".join(f"{sum(sizes[:n])}:{sizes[n]}" for n in changes),
+                "batch_size_schedule": " ".join(
+                    f"{sum(sizes[:n])}:{sizes[n]}" for n in changes
+                ),
                 "tokens": int(tokens[-1]),
                 "steps": steps,
                 "loss": round(loss, 5),
                 "loss_error": round(error, 5),
-                "curve": curve(tokens, np.array([line["loss"] for line in lines]), np.array(sizes)),
+                "curve": curve(
+                    tokens, np.array([line["loss"] for line in lines]), np.array(sizes)
+                ),
             }
             self.results.update({}, {"name": name, "seed": seed, **keys, **run})
-            print(f"{name}: {loss:.4f} after {steps} steps, {run['batch_size_schedule']}", flush=True)
+            print(
+                f"{name}: {loss:.4f} after {steps} steps, {run['batch_size_schedule']}",
+                flush=True,
+            )
 
 
 def step_time(study: Study, size: int) -> float:
@@ -492,42 +665,78 @@ def rows_of(runs: Mapping[str, Any], prefix: str) -> dict[int, list[dict[str, An
     found: dict[int, list[dict[str, Any]]] = {}
     for name, run in runs.items():
         if name.startswith(f"{prefix} rate"):
-            found.setdefault(int(name.removeprefix(f"{prefix} rate").split()[0]), []).append(run)
+            found.setdefault(
+                int(name.removeprefix(f"{prefix} rate").split()[0]), []
+            ).append(run)
     return found
 
 
 def best_offset(runs: Mapping[str, Any], prefix: str) -> int:
     """Return the offset of the rate that won with seed 0."""
-    firsts = {offset: min(run["loss"] for run in each if run["seed"] == 0) for offset, each in rows_of(runs, prefix).items()}
+    firsts = {
+        offset: min(run["loss"] for run in each if run["seed"] == 0)
+        for offset, each in rows_of(runs, prefix).items()
+    }
     return min(firsts, key=firsts.__getitem__)
 
 
 def mean_loss(runs: Mapping[str, Any], prefix: str) -> float:
     """Return the mean loss over the seeds at the best rate."""
-    return float(np.mean([run["loss"] for run in rows_of(runs, prefix)[best_offset(runs, prefix)]]))
+    return float(
+        np.mean(
+            [run["loss"] for run in rows_of(runs, prefix)[best_offset(runs, prefix)]]
+        )
+    )
 
 
 def large_batch(results: Mapping[str, Any]) -> int:
     """Return the batch with which the fastest ramp ends: the one that a user of as many devices would run throughout."""
     candidates = results["designs"]["plain"]["candidates"]
-    return int(next(each for each in candidates if each["name"] == "early growth, fastest")["sizes"][-1])
+    return int(
+        next(each for each in candidates if each["name"] == "early growth, fastest")[
+            "sizes"
+        ][-1]
+    )
 
 
 def main() -> None:
     """Run the study, or report it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/advice"), help="folder of the text and of the pilot")
-    parser.add_argument("--stages", default=",".join(STAGES), help=f"stages to run (default {','.join(STAGES)})")
-    parser.add_argument("--part", default="1/1", help="this process's part of each stage, such as 1/2")
-    parser.add_argument("--quick", action="store_true", help="the size of a toy; the results are in the work folder")
-    parser.add_argument("--report", action="store_true", help="print the tables and draw the figure from the results")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=Path("runs/advice"),
+        help="folder of the text and of the pilot",
+    )
+    parser.add_argument(
+        "--stages",
+        default=",".join(STAGES),
+        help=f"stages to run (default {','.join(STAGES)})",
+    )
+    parser.add_argument(
+        "--part", default="1/1", help="this process's part of each stage, such as 1/2"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the size of a toy; the results are in the work folder",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print the tables and draw the figure from the results",
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 1)
     results = Results(args.work / "advice.json" if args.quick else RESULTS)
     if not args.report:
         number, total = map(int, args.part.split("/"))
         args.work.mkdir(parents=True, exist_ok=True)
-        runner = Runner(QUICK if args.quick else Study(), results, args.work, (number, total))
+        runner = Runner(
+            QUICK if args.quick else Study(), results, args.work, (number, total)
+        )
         for stage in args.stages.split(","):
             getattr(runner, stage)()
     if args.report or args.quick:

@@ -15,13 +15,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from advice import Study, best_offset, large_batch, mean_loss, rows_of, step_time
 
-from rampup.batch_size.design_model import DATA_EXPONENTS, DesignModel, NoisePoint, StepTimes, loss_penalty, noise_curves
+from rampup.batch_size.design_model import (
+    DATA_EXPONENTS,
+    DesignModel,
+    NoisePoint,
+    StepTimes,
+    loss_penalty,
+    noise_curves,
+)
 from rampup.batch_size.noise_scale import student
 from rampup.batch_size.scaling_laws import LAWS
 
 MAIN = "plain"  # the source of the noise scale whose schedules the figure shows, and the constant batches are predicted by
 SOURCES = {"plain": "Noise scale", "adam": "Noise scale, Adam", "critical": "Critical"}
-COLORS = {"measured": "#000000", "plain": "#0072b2", "adam": "#56b4e9", "critical": "#d55e00", "laws": "#999999"}
+COLORS = {
+    "measured": "#000000",
+    "plain": "#0072b2",
+    "adam": "#56b4e9",
+    "critical": "#d55e00",
+    "laws": "#999999",
+}
 Interval = tuple[float, float, float]  # the estimate, and the ends of its interval
 
 
@@ -34,7 +47,12 @@ class Report(NamedTuple):
     def study(self) -> Study:
         """The sizes of the study."""
         given = self.results["study"]
-        return Study(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+        return Study(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in given.items()
+            }
+        )
 
     @property
     def runs(self) -> Mapping[str, Any]:
@@ -44,7 +62,9 @@ class Report(NamedTuple):
     @property
     def best(self) -> int:
         """The constant batch with the lowest loss."""
-        return min(self.study.sizes, key=lambda size: mean_loss(self.runs, f"constant {size}"))
+        return min(
+            self.study.sizes, key=lambda size: mean_loss(self.runs, f"constant {size}")
+        )
 
     def seeds(self, prefix: str) -> list[float]:
         """Return the losses of a schedule's seeds, in order."""
@@ -52,16 +72,26 @@ class Report(NamedTuple):
 
     def difference(self, prefix: str, other: str) -> Interval:
         """Return the mean difference of the losses of two schedules over the seeds, with its interval."""
-        return interval([a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)])
+        return interval(
+            [a - b for a, b in zip(self.seeds(prefix), self.seeds(other), strict=False)]
+        )
 
     def constant_loss(self, steps: int, seed: int) -> float:
         """Return the loss of a constant batch with so many steps, between those of the batches that were run."""
-        found = {math.log(self.study.samples / size): self.seeds(f"constant {size}")[seed] for size in self.study.sizes}
+        found = {
+            math.log(self.study.samples / size): self.seeds(f"constant {size}")[seed]
+            for size in self.study.sizes
+        }
         return smooth([*found], [*found.values()], math.log(steps))
 
     def above_constants(self, prefix: str) -> Interval:
         """Return the loss of a schedule less that of a constant batch with as many steps, with its interval."""
-        return interval([run["loss"] - self.constant_loss(run["steps"], run["seed"]) for run in self.runs_of(prefix)])
+        return interval(
+            [
+                run["loss"] - self.constant_loss(run["steps"], run["seed"])
+                for run in self.runs_of(prefix)
+            ]
+        )
 
     def samples_at(self, loss: float) -> float:
         """Return the samples after which the best constant batch has this loss, each run with its own anneal.
@@ -70,8 +100,17 @@ class Report(NamedTuple):
         """
         best, samples = self.best, self.study.samples
         lengths = {1: mean_loss(self.runs, f"constant {best}")}
-        lengths |= {share: mean_loss(self.runs, f"length 1/{share} of {best}") for share in self.study.shares}
-        return math.exp(smooth([*lengths.values()], [math.log(samples / share) for share in lengths], loss))
+        lengths |= {
+            share: mean_loss(self.runs, f"length 1/{share} of {best}")
+            for share in self.study.shares
+        }
+        return math.exp(
+            smooth(
+                [*lengths.values()],
+                [math.log(samples / share) for share in lengths],
+                loss,
+            )
+        )
 
     def overhead(self, prefix: str) -> Interval:
         """Return the measured token overhead of a schedule, with its interval."""
@@ -88,8 +127,14 @@ class Report(NamedTuple):
             NoisePoint(*(math.inf if value is None else value for value in point))
             for point in self.results["designs"][source].get("points", ())
         ]
-        times = StepTimes.fit({size: step_time(self.study, size) for size in self.study.sizes})
-        return [DesignModel(noise=curve, times=times) for curve in noise_curves(points)] if points else []
+        times = StepTimes.fit(
+            {size: step_time(self.study, size) for size in self.study.sizes}
+        )
+        return (
+            [DesignModel(noise=curve, times=times) for curve in noise_curves(points)]
+            if points
+            else []
+        )
 
     def predicted_overhead(self, source: str, size: int) -> Interval | None:
         """Return the token overhead of a constant batch that a source predicts, compared with the best constant batch."""
@@ -98,22 +143,37 @@ class Report(NamedTuple):
             for law in LAWS:
                 if law.overhead is not None:
                     doubling = (
-                        law.batch_tokens(self.study.samples * self.study.length, self.results["parameters"]) / law.overhead
+                        law.batch_tokens(
+                            self.study.samples * self.study.length,
+                            self.results["parameters"],
+                        )
+                        / law.overhead
                     )
-                    ratios = [1 + each * self.study.length / doubling for each in (size, self.best)]
+                    ratios = [
+                        1 + each * self.study.length / doubling
+                        for each in (size, self.best)
+                    ]
                     found.append(ratios[0] / ratios[1] - 1)
             return float(np.median(found)), min(found), max(found)
         found = []
         for model in self.models(source):
             reached = model.run(((0, size),), samples=self.study.samples).progress
-            found.append(self.study.samples / model.run(((0, self.best),), progress=reached).samples - 1)
+            found.append(
+                self.study.samples
+                / model.run(((0, self.best),), progress=reached).samples
+                - 1
+            )
         return (found[0], min(found), max(found)) if found else None
 
     def runs_of(self, prefix: str) -> list[Mapping[str, Any]]:
         """Return the runs of a schedule, one for each seed; of a swept one, those with the best rate."""
         if swept := rows_of(self.runs, prefix):
             return swept[best_offset(self.runs, prefix)]
-        return [self.runs[name] for name in sorted(self.runs) if name.rsplit(" seed", 1)[0] == prefix]
+        return [
+            self.runs[name]
+            for name in sorted(self.runs)
+            if name.rsplit(" seed", 1)[0] == prefix
+        ]
 
     def rate_of(self, size: int, offset: int) -> float:
         """Return a rate of the sweep of a batch."""
@@ -123,7 +183,9 @@ class Report(NamedTuple):
         """Return the best rate of a constant batch."""
         return self.rate_of(size, best_offset(self.runs, f"constant {size}"))
 
-    def penalty(self, source: str, schedule: Sequence[Sequence[int]]) -> Interval | None:
+    def penalty(
+        self, source: str, schedule: Sequence[Sequence[int]]
+    ) -> Interval | None:
         """Return the loss above that of the pilot's batch that `rampup design` predicts for a schedule."""
         slope = self.results["designs"][source].get("loss_slope")
         if slope is None:
@@ -136,7 +198,11 @@ class Report(NamedTuple):
                     for each in (tuple(map(tuple, schedule)), ((0, self.study.pilot),))
                 )
                 at = model.noise.knots[-1][0]
-                found.append(loss_penalty(own, small, slope=slope, measured_at=at, exponent=exponent))
+                found.append(
+                    loss_penalty(
+                        own, small, slope=slope, measured_at=at, exponent=exponent
+                    )
+                )
         return found[0], min(found), max(found)
 
     @property
@@ -146,18 +212,27 @@ class Report(NamedTuple):
         design = self.results["designs"][MAIN]
         at = (
             self.models(MAIN)[0].noise.knots[-1][0]
-            / self.models(MAIN)[0].run(((0, self.best),), samples=self.study.samples).progress
+            / self.models(MAIN)[0]
+            .run(((0, self.best),), samples=self.study.samples)
+            .progress
         )
-        return (half - mean_loss(self.runs, f"constant {self.best}")) / math.log(2), design[
-            "loss_slope"
-        ] * at ** DATA_EXPONENTS[0]
+        return (half - mean_loss(self.runs, f"constant {self.best}")) / math.log(
+            2
+        ), design["loss_slope"] * at ** DATA_EXPONENTS[0]
 
     def designed(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         """Yield the schedules that were designed and run: their name, their source and their prediction."""
         for source, design in self.results["designs"].items():
             for each in design.get("candidates", ()):
-                name = {"early growth, fastest": "fastest", "early growth, frugal": "frugal"}.get(each["name"], each["name"])
-                yield (name if name == "seesaw" else f"{name} by {source}"), source, each
+                name = {
+                    "early growth, fastest": "fastest",
+                    "early growth, frugal": "frugal",
+                }.get(each["name"], each["name"])
+                yield (
+                    (name if name == "seesaw" else f"{name} by {source}"),
+                    source,
+                    each,
+                )
 
 
 def smooth(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
@@ -171,7 +246,11 @@ def interval(values: Sequence[float]) -> Interval:
     mean = float(np.mean(values))
     if len(values) < 2 or not any(values):
         return mean, mean, mean
-    margin = student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    margin = (
+        student(len(values) - 1)
+        * float(np.std(values, ddof=1))
+        / math.sqrt(len(values))
+    )
     return mean, mean - margin, mean + margin
 
 
@@ -194,12 +273,33 @@ def overhead_table(report: Report) -> str:
     rows, length = [], report.study.length
     for size in report.study.sizes:
         name = f"constant {size}"
-        predicted = [cell(report.predicted_overhead(source, size)) for source in (*SOURCES, "laws")]
+        predicted = [
+            cell(report.predicted_overhead(source, size))
+            for source in (*SOURCES, "laws")
+        ]
         loss, rate = f"{mean_loss(report.runs, name):.3f}", f"{report.rate(size):.1e}"
         rows.append(
-            [f"{size * length:,}", f"{report.study.samples // size:,}", rate, loss, cell(report.overhead(name)), *predicted]
+            [
+                f"{size * length:,}",
+                f"{report.study.samples // size:,}",
+                rate,
+                loss,
+                cell(report.overhead(name)),
+                *predicted,
+            ]
         )
-    return table(["Tokens", "Steps", "Best rate", "Loss", "Measured cost", *SOURCES.values(), "Laws"], rows)
+    return table(
+        [
+            "Tokens",
+            "Steps",
+            "Best rate",
+            "Loss",
+            "Measured cost",
+            *SOURCES.values(),
+            "Laws",
+        ],
+        rows,
+    )
 
 
 def rate_table(report: Report) -> str:
@@ -209,9 +309,22 @@ def rate_table(report: Report) -> str:
     for size in report.study.sizes:
         best[size] = report.rate(size)
         rule = reference * math.sqrt(size / report.study.pilot)
-        rows.append([f"{size * report.study.length:,}", f"{best[size]:.1e}", f"{rule:.1e}", f"{best[size] / rule:.2f}"])
+        rows.append(
+            [
+                f"{size * report.study.length:,}",
+                f"{best[size]:.1e}",
+                f"{rule:.1e}",
+                f"{best[size] / rule:.2f}",
+            ]
+        )
         for offset, runs in sorted(rows_of(report.runs, f"constant {size}").items()):
-            tried.append([rows[-1][0], f"{report.rate_of(size, offset):.1e}", f"{runs[0]['loss']:.3f}"])
+            tried.append(
+                [
+                    rows[-1][0],
+                    f"{report.rate_of(size, offset):.1e}",
+                    f"{runs[0]['loss']:.3f}",
+                ]
+            )
     slope = np.polyfit(np.log([*best]), np.log([*best.values()]), 1)[0]
     text = f"The best rate grows with the power {slope:.2f} of the batch."
     losses = table(["Batch, tokens", "Rate", "Held-out loss, seed 0"], tried)
@@ -222,7 +335,9 @@ def schedule_table(report: Report) -> str:
     """Return the schedules: predicted and measured loss, and the loss of a constant batch with as many steps."""
     study, small, rows = report.study, f"constant {report.study.pilot}", []
 
-    def add(name: str, prefix: str, source: str, schedule: Sequence[Sequence[int]]) -> None:
+    def add(
+        name: str, prefix: str, source: str, schedule: Sequence[Sequence[int]]
+    ) -> None:
         runs, tuned = report.runs_of(prefix), f"{prefix} tuned"
         rows.append(
             [
@@ -231,8 +346,12 @@ def schedule_table(report: Report) -> str:
                 f"{runs[0]['steps']:,}",
                 cell(report.penalty(source, schedule), "{:+.3f}"),
                 cell(report.difference(prefix, small), "{:+.3f}"),
-                cell(report.difference(tuned, small), "{:+.3f}") if report.runs_of(tuned) else "",
-                "" if name.startswith("constant") else cell(report.above_constants(prefix), "{:+.3f}"),
+                cell(report.difference(tuned, small), "{:+.3f}")
+                if report.runs_of(tuned)
+                else "",
+                ""
+                if name.startswith("constant")
+                else cell(report.above_constants(prefix), "{:+.3f}"),
             ]
         )
 
@@ -243,8 +362,20 @@ def schedule_table(report: Report) -> str:
     for name, source, each in report.designed():
         if name not in seen and report.runs_of(f"ramp {name}"):
             seen.add(name)
-            add(name, f"ramp {name}", MAIN if name == "seesaw" else source, schedule_of(report, each))
-    header = ["Schedule", "Samples: batch", "Steps", "Predicted", "Measured", "Best rates"]
+            add(
+                name,
+                f"ramp {name}",
+                MAIN if name == "seesaw" else source,
+                schedule_of(report, each),
+            )
+    header = [
+        "Schedule",
+        "Samples: batch",
+        "Steps",
+        "Predicted",
+        "Measured",
+        "Best rates",
+    ]
     slopes = [f"{slope:.2f}" for slope in report.slopes]
     text = f"Losses are those above constant {study.pilot}, {mean_loss(report.runs, small):.4f}. Loss per factor e of tokens: "
     text += f"{slopes[0]} in the last half of the tokens, predicted {slopes[1]}.\n\n"
@@ -275,31 +406,65 @@ def auto_rows(report: Report) -> str:
 
 def wsd_table(report: Report) -> str:
     """Return the losses of schedules under WSD, above that of the pilot's batch under WSD."""
-    names = dict.fromkeys(name.rsplit(" seed", 1)[0] for name in sorted(report.runs) if name.startswith("wsd "))
+    names = dict.fromkeys(
+        name.rsplit(" seed", 1)[0]
+        for name in sorted(report.runs)
+        if name.startswith("wsd ")
+    )
     # A rate that lost with the first seed has no others.
-    won = {name.removesuffix(" half rate"): name for name in names if len(report.runs_of(name)) == report.study.seeds}
+    won = {
+        name.removesuffix(" half rate"): name
+        for name in names
+        if len(report.runs_of(name)) == report.study.seeds
+    }
     small, rows = f"wsd constant {report.study.pilot}", []
     known = {name: schedule_of(report, each) for name, _, each in report.designed()}
     for name, full in won.items():
         short, is_constant = name.removeprefix("wsd "), name.startswith("wsd constant")
         schedule = [(0, int(short.split()[1]))] if is_constant else known[short]
-        cosine = report.difference(short if is_constant else f"ramp {short}", small.removeprefix("wsd "))
-        cells = [report.penalty(MAIN, schedule), report.difference(full, won[small]), cosine]
+        cosine = report.difference(
+            short if is_constant else f"ramp {short}", small.removeprefix("wsd ")
+        )
+        cells = [
+            report.penalty(MAIN, schedule),
+            report.difference(full, won[small]),
+            cosine,
+        ]
         if name != small:
-            rows.append([short.replace("by plain", "by noise scale"), *(cell(each, "{:+.3f}") for each in cells)])
-    losses = [float(np.mean(report.seeds(each))) for each in (won[small], small.removeprefix("wsd "))]
+            rows.append(
+                [
+                    short.replace("by plain", "by noise scale"),
+                    *(cell(each, "{:+.3f}") for each in cells),
+                ]
+            )
+    losses = [
+        float(np.mean(report.seeds(each)))
+        for each in (won[small], small.removeprefix("wsd "))
+    ]
     text = f"Above constant {report.study.pilot}: {losses[0]:.3f} under WSD, {losses[1]:.3f} under cosine.\n\n"
     return text + table(["Schedule", "Predicted", "WSD", "Cosine"], rows)
 
 
 def law_table(report: Report) -> str:
     """Return the batch with the lowest loss and its rate, by the laws of `rampup suggest` and as they came out."""
-    tokens, params, rows = report.study.samples * report.study.length, report.results["parameters"], []
+    tokens, params, rows = (
+        report.study.samples * report.study.length,
+        report.results["parameters"],
+        [],
+    )
     for law in LAWS:
         if law.overhead is None:
-            rate = f"{law.learning_rate(tokens, params):.1e}" if law.learning_rate else ""
+            rate = (
+                f"{law.learning_rate(tokens, params):.1e}" if law.learning_rate else ""
+            )
             rows.append([law.name, f"{law.batch_tokens(tokens, params):,.0f}", rate])
-    rows.append(["measured", f"{report.best * report.study.length:,}", f"{report.rate(report.best):.1e}"])
+    rows.append(
+        [
+            "measured",
+            f"{report.best * report.study.length:,}",
+            f"{report.rate(report.best):.1e}",
+        ]
+    )
     return table(["Law", "Batch with the lowest loss, tokens", "Peak rate"], rows)
 
 
@@ -316,18 +481,41 @@ def critical_table(report: Report) -> str:
             for branch in each["branches"]
             if branch["token_overhead"] and None not in branch["token_overhead"]
         )
-        found = "undecided" if size is None else f"{(each['bound'] or '').replace('_', ' ')} {size * length:,}"
+        found = (
+            "undecided"
+            if size is None
+            else f"{(each['bound'] or '').replace('_', ' ')} {size * length:,}"
+        )
         rows.append([str(each["step"]), found, f"{each['tokens']:,}", overheads])
-    return table(["Step", "Critical batch at +20%, tokens", "Window, tokens", "Token overhead of the branches"], rows)
+    return table(
+        [
+            "Step",
+            "Critical batch at +20%, tokens",
+            "Window, tokens",
+            "Token overhead of the branches",
+        ],
+        rows,
+    )
 
 
 def print_report(results: Mapping[str, Any], figure: Path | None) -> None:
     """Print all tables, and draw the figure."""
     report = Report(results)
     text, tokens = results["text"], report.study.samples * report.study.length
-    print(f"{len(report.runs)} runs of {results['parameters']:,} parameters, {tokens:,} tokens each unless said")
-    print(f"text: {text['files']:,} files, {text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out\n")
-    for part in (overhead_table, rate_table, law_table, critical_table, schedule_table, wsd_table):
+    print(
+        f"{len(report.runs)} runs of {results['parameters']:,} parameters, {tokens:,} tokens each unless said"
+    )
+    print(
+        f"text: {text['files']:,} files, {text['train_bytes']:,} bytes to train on, {text['held_out_bytes']:,} held out\n"
+    )
+    for part in (
+        overhead_table,
+        rate_table,
+        law_table,
+        critical_table,
+        schedule_table,
+        wsd_table,
+    ):
         print(part(report))
     if figure is not None:
         draw(report, figure)
@@ -343,7 +531,11 @@ def draw(report: Report, path: Path) -> None:
     large = large_batch(report.results)
     ramp = f"fastest by {MAIN}"
     lines = {
-        f"constant {study.pilot * length:,} tokens": (f"constant {study.pilot}", "#0072b2", "o"),
+        f"constant {study.pilot * length:,} tokens": (
+            f"constant {study.pilot}",
+            "#0072b2",
+            "o",
+        ),
         f"constant {large * length:,} tokens": (f"constant {large}", "#d55e00", "o"),
         "the ramp of rampup design": (f"ramp {ramp}", "#009e73", "D"),
         "one late switch": (f"ramp one late switch by {MAIN}", "#e69f00", "s"),
@@ -362,10 +554,20 @@ def draw(report: Report, path: Path) -> None:
         runs = report.runs_of(prefix)
         curve = np.mean([run["curve"] for run in runs], axis=0)
         over_tokens.plot(curve[:, 0] / 1e3, curve[:, 1], color=color, linewidth=1.3)
-        schedule = [tuple(map(int, each.split(":"))) for each in runs[0]["batch_size_schedule"].split()]
+        schedule = [
+            tuple(map(int, each.split(":")))
+            for each in runs[0]["batch_size_schedule"].split()
+        ]
         if prefix == "ramp seesaw":
-            schedule = next(schedule_of(report, each) for name, _, each in report.designed() if name == "seesaw")
-        measured, predicted = report.difference(prefix, f"constant {study.pilot}"), report.penalty(MAIN, schedule)
+            schedule = next(
+                schedule_of(report, each)
+                for name, _, each in report.designed()
+                if name == "seesaw"
+            )
+        measured, predicted = (
+            report.difference(prefix, f"constant {study.pilot}"),
+            report.penalty(MAIN, schedule),
+        )
         places = {
             1.0: (measured, {"marker": marker, "label": label}),
             1.12: (predicted, {"marker": marker, "fillstyle": "none"}),
@@ -373,26 +575,61 @@ def draw(report: Report, path: Path) -> None:
         for shift, (found, style) in places.items():
             if found is not None:
                 errors = [[found[0] - found[1]], [found[2] - found[0]]]
-                over_steps.errorbar(runs[0]["steps"] * shift, base + found[0], yerr=errors, color=color, capsize=2, **style)
-    over_tokens.set(xlabel="thousand tokens", ylabel="training loss (nats per byte)", ylim=(None, 2.8))
-    over_steps.set(xlabel="optimizer steps (hollow: predicted)", ylabel="held-out loss at the end", xscale="log")
+                over_steps.errorbar(
+                    runs[0]["steps"] * shift,
+                    base + found[0],
+                    yerr=errors,
+                    color=color,
+                    capsize=2,
+                    **style,
+                )
+    over_tokens.set(
+        xlabel="thousand tokens",
+        ylabel="training loss (nats per byte)",
+        ylim=(None, 2.8),
+    )
+    over_steps.set(
+        xlabel="optimizer steps (hollow: predicted)",
+        ylabel="held-out loss at the end",
+        xscale="log",
+    )
     over_steps.set_ylim(top=mean_loss(report.runs, f"constant {large}") + 0.1)
     xs = [size * length for size in study.sizes]
     for shift, source in enumerate(("measured", *SOURCES, "laws")):
         name = {"measured": "Measured", **SOURCES, "laws": "Laws"}[source]
         found = [
-            report.overhead(f"constant {size}") if source == "measured" else report.predicted_overhead(source, size)
+            report.overhead(f"constant {size}")
+            if source == "measured"
+            else report.predicted_overhead(source, size)
             for size in study.sizes
         ]
         if None in found:
             continue
-        middle, low, high = (np.array([max(each[n], 0.002) for each in found]) for n in range(3))
+        middle, low, high = (
+            np.array([max(each[n], 0.002) for each in found]) for n in range(3)
+        )
         errors = [np.maximum(middle - low, 0), np.maximum(high - middle, 0)]
-        style = {"marker": "o", "linewidth": 2} if source == "measured" else {"linewidth": 1, "linestyle": "--"}
+        style = (
+            {"marker": "o", "linewidth": 2}
+            if source == "measured"
+            else {"linewidth": 1, "linestyle": "--"}
+        )
         places = np.array(xs) * (1 + 0.05 * (shift - 2))
-        overheads.errorbar(places, middle, yerr=errors, color=COLORS[source], label=name, capsize=2, **style)
+        overheads.errorbar(
+            places,
+            middle,
+            yerr=errors,
+            color=COLORS[source],
+            label=name,
+            capsize=2,
+            **style,
+        )
     overheads.set(
-        xlabel="batch, tokens", ylabel="additional tokens for the same loss", xscale="log", yscale="log", ylim=(0.01, 100)
+        xlabel="batch, tokens",
+        ylabel="additional tokens for the same loss",
+        xscale="log",
+        yscale="log",
+        ylim=(0.01, 100),
     )
     for axes in (over_tokens, over_steps, overheads):
         axes.spines[["top", "right"]].set_visible(False)

@@ -31,8 +31,16 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter, RampupMicrobatch
 
 FIXED, PER_PHASE, AUTO = "rampup, fixed", "rampup, per_phase", "rampup, auto"
-JIT, MULTI_STEPS, MICROBATCHING = "jit per batch size", "optax.MultiSteps", "optax.microbatching"
-POLICIES: dict[str, RampupMicrobatch] = {FIXED: "fixed", PER_PHASE: "per_phase", AUTO: "auto"}
+JIT, MULTI_STEPS, MICROBATCHING = (
+    "jit per batch size",
+    "optax.MultiSteps",
+    "optax.microbatching",
+)
+POLICIES: dict[str, RampupMicrobatch] = {
+    FIXED: "fixed",
+    PER_PHASE: "per_phase",
+    AUTO: "auto",
+}
 CONTENDERS = (*POLICIES, JIT, MULTI_STEPS, MICROBATCHING)
 
 # Bytes of a parameter in training: itself, its gradient and Adam's two moments, in float32.
@@ -72,8 +80,12 @@ class Problem:
 
     def source(self, num_rows: int) -> ArrayRows:
         """Return random rows of T + 1 tokens, without padding."""
-        tokens = np.random.default_rng(0).integers(self.model.vocab_size, size=(num_rows, self.tokens + 1), dtype=np.int32)
-        return ArrayRows({"tokens": tokens, "length": np.full(num_rows, self.tokens, np.int32)})
+        tokens = np.random.default_rng(0).integers(
+            self.model.vocab_size, size=(num_rows, self.tokens + 1), dtype=np.int32
+        )
+        return ArrayRows(
+            {"tokens": tokens, "length": np.full(num_rows, self.tokens, np.int32)}
+        )
 
     def plan(self, k: int, mesh: Mesh) -> RampPlan:
         """Return the plan of one step of k microbatches."""
@@ -84,7 +96,10 @@ class Problem:
         """Return small random parameters, made on the host so that nothing is compiled for them."""
         rng = np.random.default_rng(1)
         shapes = jax.eval_shape(self.model.init, jax.random.key(0))
-        return jax.tree.map(lambda s: (0.02 * rng.standard_normal(s.shape, np.float32)).astype(s.dtype), shapes)
+        return jax.tree.map(
+            lambda s: (0.02 * rng.standard_normal(s.shape, np.float32)).astype(s.dtype),
+            shapes,
+        )
 
     def __str__(self) -> str:
         size = f"{self.model.num_parameters / 1e6:.1f} M parameters, microbatches of {self.rows} rows of {self.tokens} tokens"
@@ -93,17 +108,28 @@ class Problem:
 
 def _model(*sizes: int, **more: Any) -> LanguageModel:
     names = ("num_layers", "width", "mlp_dim", "num_heads", "num_kv_heads")
-    return LanguageModel(**dict(zip(names, sizes, strict=True)), **{"vocab_size": 256, **more})
+    return LanguageModel(
+        **dict(zip(names, sizes, strict=True)), **{"vocab_size": 256, **more}
+    )
 
 
 QUICK = Problem(name="quick", model=_model(1, 16, 32, 2, 1), tokens=8, rows=2)
 SMALL = Problem(name="1M", model=_model(4, 128, 512, 4, 2), tokens=64, rows=8)
 MEDIUM = Problem(name="10M", model=_model(6, 384, 1024, 6, 3), tokens=32, rows=4)
-_LARGE = {"vocab_size": 32_768, "tied": True, "dtype": "bfloat16", "remat_policy": "minimal"}
+_LARGE = {
+    "vocab_size": 32_768,
+    "tied": True,
+    "dtype": "bfloat16",
+    "remat_policy": "minimal",
+}
 # For accelerators, the smallest first.
 LARGE = (
-    Problem(name="138M", model=_model(12, 768, 3072, 12, 12, **_LARGE), tokens=1024, rows=8),
-    Problem(name="1.3B", model=_model(24, 2048, 5632, 16, 16, **_LARGE), tokens=1024, rows=4),
+    Problem(
+        name="138M", model=_model(12, 768, 3072, 12, 12, **_LARGE), tokens=1024, rows=8
+    ),
+    Problem(
+        name="1.3B", model=_model(24, 2048, 5632, 16, 16, **_LARGE), tokens=1024, rows=4
+    ),
 )
 
 
@@ -114,7 +140,11 @@ def problems(device: jax.Device, *, quick: bool = False) -> list[Problem]:
     if device.platform == "cpu":
         return [SMALL, MEDIUM]
     memory = (device.memory_stats() or {}).get("bytes_limit", 0) // MEMORY_SHARE
-    fitting = [large for large in LARGE if large.model.num_parameters * BYTES_PER_PARAMETER <= memory]
+    fitting = [
+        large
+        for large in LARGE
+        if large.model.num_parameters * BYTES_PER_PARAMETER <= memory
+    ]
     return [SMALL, MEDIUM, fitting[-1] if fitting else LARGE[0]]
 
 
@@ -127,11 +157,22 @@ def main_problem(device: jax.Device, *, quick: bool = False) -> Problem:
 
 
 def plan_for(
-    ramp: BatchRamp, total_steps: int, *, replicas: int = 1, microbatch_size: int = -1, policy: RampupMicrobatch = "fixed"
+    ramp: BatchRamp,
+    total_steps: int,
+    *,
+    replicas: int = 1,
+    microbatch_size: int = -1,
+    policy: RampupMicrobatch = "fixed",
 ) -> RampPlan:
     """Return a plan of data parallelism only."""
-    splitter = BatchSplitter(data_parallel_size=replicas, microbatch_size=microbatch_size, rampup_microbatch=policy)
-    return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=total_steps)
+    splitter = BatchSplitter(
+        data_parallel_size=replicas,
+        microbatch_size=microbatch_size,
+        rampup_microbatch=policy,
+    )
+    return RampPlan(
+        ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=total_steps
+    )
 
 
 def with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
@@ -144,18 +185,26 @@ def bench_optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-def new_state(problem: Problem, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh) -> Any:
+def new_state(
+    problem: Problem, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh
+) -> Any:
     """Return (parameters, optimizer state), replicated. AdamW and MultiSteps start from zeros, made on the host."""
     params = problem.params()
-    opt_state = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, params))
+    opt_state = jax.tree.map(
+        lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, params)
+    )
     return jax.device_put((params, opt_state), replicated(mesh))
 
 
-def start_rampup(problem: Problem, plan: RampPlan, mesh: Mesh, **options: Any) -> tuple[Any, Any]:
+def start_rampup(
+    problem: Problem, plan: RampPlan, mesh: Mesh, **options: Any
+) -> tuple[Any, Any]:
     """Return rampup's training step, with further options of `train_step`, and its first state."""
     step = train_step(problem.model.loss, bench_optimizer(), plan, mesh, **options)
     params, opt_state = new_state(problem, step.tx, mesh)
-    return step, prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
+    return step, prepare_state(
+        TrainState(step=0, params=params, opt_state=opt_state), mesh
+    )
 
 
 def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
@@ -164,7 +213,9 @@ def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
 
     def take_step(batch: Batch) -> tuple[Any, Any]:
         nonlocal state
-        state, metrics = step(state, batch._replace(position=replace(batch.position, step=next(numbers))))
+        state, metrics = step(
+            state, batch._replace(position=replace(batch.position, step=next(numbers)))
+        )
         done: tuple[Any, Any] = jax.block_until_ready((state, metrics))
         return done
 
@@ -174,21 +225,34 @@ def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
 # The baselines.
 
 
-def baseline(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> tuple[Any, Any]:
+def baseline(
+    name: str, problem: Problem, plan: RampPlan, mesh: Mesh
+) -> tuple[Any, Any]:
     """Return the jitted step of a baseline, which donates its state, and its first state."""
     tx: Any = bench_optimizer()
     if name == MULTI_STEPS:
         tx = multi_steps(tx, plan)
-    step = microbatched(problem, tx, _microbatch_rows(plan)) if name == MICROBATCHING else big_batch(problem, tx)
-    return jax.jit(step, donate_argnums=0, out_shardings=replicated(mesh)), new_state(problem, tx, mesh)
+    step = (
+        microbatched(problem, tx, _microbatch_rows(plan))
+        if name == MICROBATCHING
+        else big_batch(problem, tx)
+    )
+    return jax.jit(step, donate_argnums=0, out_shardings=replicated(mesh)), new_state(
+        problem, tx, mesh
+    )
 
 
-def baseline_calls(name: str, batch_B: Mapping[str, np.ndarray], plan: RampPlan) -> list[tuple[Any, ...]]:
+def baseline_calls(
+    name: str, batch_B: Mapping[str, np.ndarray], plan: RampPlan
+) -> list[tuple[Any, ...]]:
     """Return the arguments of each call of a baseline's step in one optimizer step, after the state."""
     size = _microbatch_rows(plan)
     num_rows = len(next(iter(batch_B.values())))
     if name == MULTI_STEPS:
-        return [({key: x[start : start + size] for key, x in batch_B.items()},) for start in range(0, num_rows, size)]
+        return [
+            ({key: x[start : start + size] for key, x in batch_B.items()},)
+            for start in range(0, num_rows, size)
+        ]
     if name == MICROBATCHING:
         most = max(split.num_microbatches for split in plan.splits)
         return [(strided(dict(batch_B), size, most), jnp.int32(num_rows // size))]
@@ -215,7 +279,9 @@ def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
     return step
 
 
-def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) -> StepFn:
+def microbatched(
+    problem: Problem, tx: optax.GradientTransformation, rows: int
+) -> StepFn:
     """Return a step around `optax.microbatching`: (state, batch_B, number) -> (state, loss).
 
     The batch has `strided` rows in microbatches of `rows`. The first `number` microbatches count.
@@ -231,10 +297,16 @@ def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) 
     def step(state: Any, batch_B: Any, number: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
         total = microbatching.microbatch(
-            sums, argnums=1, microbatch_size=rows, accumulator=microbatching.AccumulationType.SUM, num_real_microbatches=number
+            sums,
+            argnums=1,
+            microbatch_size=rows,
+            accumulator=microbatching.AccumulationType.SUM,
+            num_real_microbatches=number,
         )
         grads, loss, weight = total(params, batch_B)
-        return _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)), loss / weight
+        return _apply(
+            tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)
+        ), loss / weight
 
     return step
 
@@ -252,17 +324,23 @@ def scanned(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
             return problem.model.loss(params, batch_R)[:2]
 
         def add(so_far: Any, batch_R: Any) -> tuple[Any, None]:
-            (loss, weight), grads = jax.value_and_grad(with_weight, has_aux=True)(params, batch_R)
+            (loss, weight), grads = jax.value_and_grad(with_weight, has_aux=True)(
+                params, batch_R
+            )
             return jax.tree.map(jnp.add, so_far, (grads, loss, weight)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0)
         (grads, loss, weight), _ = jax.lax.scan(add, zeros, batch_KR)
-        return _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)), loss / weight
+        return _apply(
+            tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)
+        ), loss / weight
 
     return step
 
 
-def _apply(tx: optax.GradientTransformation, params: Any, opt_state: Any, grads: Any) -> Any:
+def _apply(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, grads: Any
+) -> Any:
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
@@ -292,9 +370,13 @@ def strided(batch_B: Any, rows: int, most: int) -> Any:
 class Run:
     """A contender's run through a ramp, not started yet."""
 
-    losses: Iterator[jax.Array]  # yields the loss after every optimizer step; iterating runs the steps
+    losses: Iterator[
+        jax.Array
+    ]  # yields the loss after every optimizer step; iterating runs the steps
     num_compilations: Callable[[], int]  # returns the compilations of the step so far
-    microbatch_sizes: list[int] = field(default_factory=list)  # microbatch size of each step, filled while it runs
+    microbatch_sizes: list[int] = field(
+        default_factory=list
+    )  # microbatch size of each step, filled while it runs
     # Steps that ran in the shape of an earlier phase because their own was not compiled yet; also filled.
     late_steps: list[int] = field(default_factory=list)
 
@@ -313,29 +395,48 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
 
         def rampup_losses() -> Iterator[jax.Array]:
             state = rampup_first
-            for batch in step_batches(source, plan, mesh, split_for=rampup_step.split_for):
+            for batch in step_batches(
+                source, plan, mesh, split_for=rampup_step.split_for
+            ):
                 position = batch.position
                 sizes.append(position.split.microbatch_size)
-                late.extend([position.step] * (position.split != plan.position(position.step).split))
+                late.extend(
+                    [position.step]
+                    * (position.split != plan.position(position.step).split)
+                )
                 state, metrics = rampup_step(state, batch)
                 yield metrics["loss"]
             rampup_step.close()
 
         compilations = lambda: rampup_step.num_compilations  # noqa: E731
-        return Run(losses=rampup_losses(), num_compilations=compilations, microbatch_sizes=sizes, late_steps=late)
+        return Run(
+            losses=rampup_losses(),
+            num_compilations=compilations,
+            microbatch_sizes=sizes,
+            late_steps=late,
+        )
     step, first = baseline(name, problem, plan, mesh)
 
     def losses() -> Iterator[jax.Array]:
         state = first
         for number in range(plan.total_steps):
             split, rows = plan.position(number).split, plan.rows(number)
-            batch_B = {key: np.take(x, rows, axis=0, mode="wrap") for key, x in source.arrays.items()}
-            sizes.append(split.global_batch_size if name == JIT else split.microbatch_size)
+            batch_B = {
+                key: np.take(x, rows, axis=0, mode="wrap")
+                for key, x in source.arrays.items()
+            }
+            sizes.append(
+                split.global_batch_size if name == JIT else split.microbatch_size
+            )
             for rows_B, *more in baseline_calls(name, batch_B, plan):
-                state, loss = step(state, jax.device_put(rows_B, batch_sharding(mesh)), *more)
+                state, loss = step(
+                    state, jax.device_put(rows_B, batch_sharding(mesh)), *more
+                )
             yield loss
 
-    return Run(losses=losses(), num_compilations=step._cache_size, microbatch_sizes=sizes)
+    return Run(
+        losses=losses(), num_compilations=step._cache_size, microbatch_sizes=sizes
+    )
 
 
 @contextlib.contextmanager

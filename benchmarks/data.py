@@ -8,9 +8,24 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from contenders import POLICIES, Problem, main_problem, plan_for, start_rampup, with_policy
+from contenders import (
+    POLICIES,
+    Problem,
+    main_problem,
+    plan_for,
+    start_rampup,
+    with_policy,
+)
 from jax.sharding import Mesh
-from measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, main, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    ignore_row,
+    main,
+    take_turns,
+)
 from ramp import ramp_plan, sizes
 
 from rampup.data.batches import BatchLoader, SampleOrder
@@ -41,25 +56,46 @@ class RowItems:
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         start = row * self._length
-        return {"tokens": self._tokens[start : start + self._length + 1], "length": np.asarray(self._length, np.int32)}
+        return {
+            "tokens": self._tokens[start : start + self._length + 1],
+            "length": np.asarray(self._length, np.int32),
+        }
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Read the same number of rows through rampup and Grain, with several numbers of threads."""
-    num_rows, steps, rounds = (QUICK_NUM_ROWS, QUICK_STEPS, 3) if quick else (NUM_ROWS, STEPS, ROUNDS)
+    num_rows, steps, rounds = (
+        (QUICK_NUM_ROWS, QUICK_STEPS, 3) if quick else (NUM_ROWS, STEPS, ROUNDS)
+    )
     threads = QUICK_THREADS if quick else THREADS
-    tokens = np.random.default_rng(0).integers(VOCAB_SIZE, size=num_rows * TOKENS + 1).astype(np.uint8)
+    tokens = (
+        np.random.default_rng(0)
+        .integers(VOCAB_SIZE, size=num_rows * TOKENS + 1)
+        .astype(np.uint8)
+    )
     items = RowItems(tokens, TOKENS)
     stored = [items[row] for row in range(len(items))]
     sources = {
         "rows in memory": (as_source(stored), stored),
-        "tokens cut into rows": (TokenRows([tokens], ["random"], sequence_length=TOKENS, vocab_size=VOCAB_SIZE), items),
+        "tokens cut into rows": (
+            TokenRows(
+                [tokens], ["random"], sequence_length=TOKENS, vocab_size=VOCAB_SIZE
+            ),
+            items,
+        ),
     }
     found = Measurements(len(sources) * 2 * len(threads) * 2, on_row)
     for name, (source, grain_items) in sources.items():
         for seed in (None, SEED):
             for number in threads:
-                rows = compare(source, grain_items, seed=seed, threads=number, steps=steps, rounds=rounds)
+                rows = compare(
+                    source,
+                    grain_items,
+                    seed=seed,
+                    threads=number,
+                    steps=steps,
+                    rounds=rounds,
+                )
                 found.add({"source": name, **row} for row in rows)
     return BenchResult(
         name="data",
@@ -74,10 +110,20 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     )
 
 
-def compare(source: RowSource, items: Any, *, seed: int | None, threads: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+def compare(
+    source: RowSource,
+    items: Any,
+    *,
+    seed: int | None,
+    threads: int,
+    steps: int,
+    rounds: int,
+) -> list[dict[str, Any]]:
     """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch."""
     readers: dict[str, Callable[[], int]] = {
-        f"fixed batch of {BATCH}": lambda: read_rampup(source, fixed_plan(steps), seed, threads),
+        f"fixed batch of {BATCH}": lambda: read_rampup(
+            source, fixed_plan(steps), seed, threads
+        ),
         "ramp": lambda: read_rampup(source, three_phase_plan(steps), seed, threads),
         "Grain": lambda: read_grain(items, steps, seed, threads),
     }
@@ -109,16 +155,24 @@ def three_phase_plan(steps: int) -> RampPlan:
     """Return a plan of three batch sizes with as many rows as `steps` of the largest, a third in each phase."""
     third = steps * BATCH // 3
     assert third % BATCH == 0
-    ramp = BatchRamp.piecewise([(0, BATCH // 4), (third, BATCH // 2), (2 * third, BATCH)])
+    ramp = BatchRamp.piecewise(
+        [(0, BATCH // 4), (third, BATCH // 2), (2 * third, BATCH)]
+    )
     return plan_for(ramp, ramp.ramp_steps + third // BATCH)
 
 
-def read_rampup(source: RowSource, plan: RampPlan, seed: int | None, threads: int) -> int:
+def read_rampup(
+    source: RowSource, plan: RampPlan, seed: int | None, threads: int
+) -> int:
     """Read all batches of a plan and return their number of rows."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    loader = BatchLoader(source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=seed))
+    loader = BatchLoader(
+        source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=seed)
+    )
     steps = grain.MapDataset.range(plan.total_steps).map(loader.read_step)
-    return sum(_num_rows(step.rows) for step in steps.to_iter_dataset(_options(threads)))
+    return sum(
+        _num_rows(step.rows) for step in steps.to_iter_dataset(_options(threads))
+    )
 
 
 def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
@@ -141,12 +195,21 @@ def _num_rows(batch: Mapping[str, np.ndarray]) -> int:
 def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Put a batch of every phase on the device in several ways, and compile the programs that take them."""
     device = jax.devices()[0]
-    problem, mesh = main_problem(device, quick=quick), make_mesh(devices=jax.devices()[:1])
+    problem, mesh = (
+        main_problem(device, quick=quick),
+        make_mesh(devices=jax.devices()[:1]),
+    )
     plan = ramp_plan(problem, *sizes(device, quick=quick))
     policies = list(POLICIES.values())[: 1 if quick else None]
     found = Measurements(len(policies) * len(plan.ramp.phases), on_row)
     for policy in policies:
-        buffer_rows(problem, with_policy(plan, policy), mesh, found, rounds=3 if quick else ROUNDS)
+        buffer_rows(
+            problem,
+            with_policy(plan, policy),
+            mesh,
+            found,
+            rounds=3 if quick else ROUNDS,
+        )
     return BenchResult(
         name="buffer",
         title="bytes moved to the device by a step of each phase, and the memory of its program",
@@ -161,17 +224,29 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
     )
 
 
-def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurements, *, rounds: int) -> None:
+def buffer_rows(
+    problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurements, *, rounds: int
+) -> None:
     """Add a row for each phase of a plan."""
     source = problem.source(4 * plan.ramp.sizes[-1])
-    loader = BatchLoader(source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=None))
-    (step, state), row = start_rampup(problem, plan, mesh), jax.tree.map(lambda x: x[0], source.arrays)
+    loader = BatchLoader(
+        source=source, plan=plan, mesh=mesh, order=SampleOrder(len(source), seed=None)
+    )
+    (step, state), row = (
+        start_rampup(problem, plan, mesh),
+        jax.tree.map(lambda x: x[0], source.arrays),
+    )
     programs: dict[int, int] = {}
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         if split.microbatch_size not in programs:
-            programs[split.microbatch_size] = program_memory(compile_program(step.lower(state, row, split))).total
+            programs[split.microbatch_size] = program_memory(
+                compile_program(step.lower(state, row, split))
+            ).total
         moves = transfers(
-            loader.split_rows(loader.read_step(phase.start_step), split), plan.position(phase.start_step), plan, mesh
+            loader.split_rows(loader.read_step(phase.start_step), split),
+            plan.position(phase.start_step),
+            plan,
+            mesh,
         )
         times = take_turns(moves, rounds=rounds)
         found.add(
@@ -180,7 +255,10 @@ def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurement
                     "rampup_microbatch": plan.splitter.rampup_microbatch,
                     "phase": phase.index,
                     "batch": split.global_batch_size,
-                    **{f"{name}_bytes": bytes_per_device(move()) for name, move in moves.items()},
+                    **{
+                        f"{name}_bytes": bytes_per_device(move())
+                        for name, move in moves.items()
+                    },
                     **{f"{name}_ms": times[name].median * 1e3 for name in moves},
                     "spread": times["ours"].spread,
                     "program_bytes": programs[split.microbatch_size],
@@ -189,12 +267,19 @@ def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurement
         )
 
 
-def transfers(batch_nR: Any, position: PlanPosition, plan: RampPlan, mesh: Mesh) -> dict[str, Callable[[], Any]]:
+def transfers(
+    batch_nR: Any, position: PlanPosition, plan: RampPlan, mesh: Mesh
+) -> dict[str, Callable[[], Any]]:
     """Return ways to put a step's rows on the devices: ours, which is one of the next two, and the rows alone."""
-    most, sharding = plan.max_microbatches[position.split.microbatch_size], batch_sharding(mesh, leading=1)
+    most, sharding = (
+        plan.max_microbatches[position.split.microbatch_size],
+        batch_sharding(mesh, leading=1),
+    )
 
     def put(chunk_size: int | None) -> Any:
-        return jax.block_until_ready(put_batch(batch_nR, position, plan, mesh, chunk_size=chunk_size).chunks)
+        return jax.block_until_ready(
+            put_batch(batch_nR, position, plan, mesh, chunk_size=chunk_size).chunks
+        )
 
     return {
         "ours": lambda: put(None),

@@ -72,10 +72,19 @@ def pipeline_loops(hlo: str) -> Loops:
     for visit in program.visits():
         instruction, loops = visit.instruction, visit.loops
         if instruction.opcode == "while":
-            trips[(*loops, instruction.name)] = program.trips(instruction.name, visit.computation.name)
-        permutes[loops] = permutes.get(loops, 0) + (instruction.opcode in ("collective-permute", "collective-permute-start"))
-        is_call = instruction.opcode == "custom-call" and MATMUL_CALL.search(instruction.attributes) is not None
-        matmuls[loops] = matmuls.get(loops, 0) + (is_call or instruction.opcode in ("dot", "convolution"))
+            trips[(*loops, instruction.name)] = program.trips(
+                instruction.name, visit.computation.name
+            )
+        permutes[loops] = permutes.get(loops, 0) + (
+            instruction.opcode in ("collective-permute", "collective-permute-start")
+        )
+        is_call = (
+            instruction.opcode == "custom-call"
+            and MATMUL_CALL.search(instruction.attributes) is not None
+        )
+        matmuls[loops] = matmuls.get(loops, 0) + (
+            is_call or instruction.opcode in ("dot", "convolution")
+        )
     found = [loops for loops, number in permutes.items() if number and loops]
     known = [trips[loops] for loops in found]
     return Loops(

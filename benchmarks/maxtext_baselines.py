@@ -45,8 +45,12 @@ class ReplayManager:
         growth = config.per_device_batch_size - config.per_device_batch_size_start
         self.global_batch_size_end = int(devices * config.per_device_batch_size)
         self.increment = int(devices * config.per_device_batch_size_increment)
-        self.samples_per_increment = config.global_rampup_samples / (growth // config.per_device_batch_size_increment)
-        self.global_batch_size_current = int(devices * config.per_device_batch_size_start)
+        self.samples_per_increment = config.global_rampup_samples / (
+            growth // config.per_device_batch_size_increment
+        )
+        self.global_batch_size_current = int(
+            devices * config.per_device_batch_size_start
+        )
         self.total_used_samples = self.num_accum_samples = 0
         for _ in range(step_num):
             self.update()
@@ -57,7 +61,9 @@ class ReplayManager:
         self.total_used_samples += size
         self.num_accum_samples += size
         if self.num_accum_samples >= self.samples_per_increment:
-            self.global_batch_size_current = min(size + self.increment, self.global_batch_size_end)
+            self.global_batch_size_current = min(
+                size + self.increment, self.global_batch_size_end
+            )
             self.num_accum_samples = 0
         return self.global_batch_size_current < self.global_batch_size_end
 
@@ -68,9 +74,14 @@ def maxtext_manager() -> tuple[MakeManager, str]:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder).joinpath(*MANAGER_FILE)
         if path.is_file():
-            manager: MakeManager = definitions_in(path, MANAGER_CLASS, math=math)[MANAGER_CLASS]
+            manager: MakeManager = definitions_in(path, MANAGER_CLASS, math=math)[
+                MANAGER_CLASS
+            ]
             return manager, "the installed MaxText's utils/rampup_batch.py"
-    return ReplayManager, "a reimplementation of MaxText's replay, since MaxText is not installed"
+    return (
+        ReplayManager,
+        "a reimplementation of MaxText's replay, since MaxText is not installed",
+    )
 
 
 def manager_ramp(config: Any) -> BatchRamp:
@@ -87,7 +98,11 @@ def manager_ramp(config: Any) -> BatchRamp:
 def definitions_in(path: Path, *names: str, **given: Any) -> dict[str, Any]:
     """Execute only these classes and functions of a file, so that what the file imports is not needed."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names]
+    tree.body = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names
+    ]
     namespace: dict[str, Any] = dict(given)
     exec(compile(tree, str(path), "exec"), namespace)
     return namespace
@@ -111,7 +126,10 @@ class MaxTextPipeline:
                 module = importlib.import_module("maxtext.layers.pipeline")
                 types = importlib.import_module("maxtext.common.common_types")
         except importlib.metadata.PackageNotFoundError:
-            raise MissingDependencyError(f"MaxText is not installed; to compare with it: {INSTALL}", key="maxtext") from None
+            raise MissingDependencyError(
+                f"MaxText is not installed; to compare with it: {INSTALL}",
+                key="maxtext",
+            ) from None
         except ImportError as error:
             raise MissingDependencyError(
                 f"MaxText {version} is installed, but its pipeline cannot be imported: {error}; it needs: {INSTALL}",
@@ -120,7 +138,14 @@ class MaxTextPipeline:
         return cls(version=version, module=module, shard_mode=types.ShardMode.AUTO)
 
     def forward(
-        self, stage: StageFn, layers: Layers, x_BTE: jax.Array, *, mesh: Mesh, num_microbatches: int, num_repeats: int
+        self,
+        stage: StageFn,
+        layers: Layers,
+        x_BTE: jax.Array,
+        *,
+        mesh: Mesh,
+        num_microbatches: int,
+        num_repeats: int,
     ) -> Callable[[Layers, jax.Array], jax.Array]:
         """Return a function (layers, x_BTE) -> y_BTE that applies all layers in MaxText's pipeline.
 
@@ -147,16 +172,25 @@ class MaxTextPipeline:
             logical_axis_rules=AXIS_RULES,
         )
         leading = 2 if num_repeats > 1 else 1
-        chunk = {name: jax.ShapeDtypeStruct(layer.shape[leading:], layer.dtype) for name, layer in layers.items()}
+        chunk = {
+            name: jax.ShapeDtypeStruct(layer.shape[leading:], layer.dtype)
+            for name, layer in layers.items()
+        }
         with nn.logical_axis_rules(AXIS_RULES):
-            pipeline = self.module.create_nnx_pipeline(config, lambda rngs: _Chunk(stage, chunk), mesh, rngs=nnx.Rngs(0))
+            pipeline = self.module.create_nnx_pipeline(
+                config, lambda rngs: _Chunk(stage, chunk), mesh, rngs=nnx.Rngs(0)
+            )
         graph, variables, rest = nnx.split(pipeline, nnx.Param, ...)
         structure = jax.tree.structure(variables)
 
         def forward(layers: Layers, x_BTE: jax.Array) -> jax.Array:
-            params = jax.tree.unflatten(structure, jax.tree.leaves({"layers": dict(layers)}))
+            params = jax.tree.unflatten(
+                structure, jax.tree.leaves({"layers": dict(layers)})
+            )
             with nn.logical_axis_rules(AXIS_RULES):
-                y_BTE: jax.Array = nnx.merge(graph, params, rest)(x_BTE, None, None, True)
+                y_BTE: jax.Array = nnx.merge(graph, params, rest)(
+                    x_BTE, None, None, True
+                )
             return y_BTE
 
         return forward
@@ -165,7 +199,9 @@ class MaxTextPipeline:
 class _Chunk(nnx.Module):
     """Consecutive layers, with the interface of a decoder layer in MaxText's pipeline."""
 
-    def __init__(self, stage: StageFn, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    def __init__(
+        self, stage: StageFn, shapes: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
         self.stage, self.names = stage, tuple(shapes)
         for name, shape in shapes.items():
             setattr(self, name, nnx.Param(jnp.zeros(shape.shape, shape.dtype)))
@@ -174,8 +210,15 @@ class _Chunk(nnx.Module):
         return self.stage({name: getattr(self, name)[...] for name in self.names}, x)
 
 
-def arrange_layers(layers: Layers, mesh: Mesh, num_repeats: int) -> dict[str, jax.Array]:
+def arrange_layers(
+    layers: Layers, mesh: Mesh, num_repeats: int
+) -> dict[str, jax.Array]:
     """Return stacked layers with MaxText's leading axes: repeat (if there are several), stage, layer of the chunk."""
-    leading = (num_repeats, mesh.shape[STAGE]) if num_repeats > 1 else (mesh.shape[STAGE],)
+    leading = (
+        (num_repeats, mesh.shape[STAGE]) if num_repeats > 1 else (mesh.shape[STAGE],)
+    )
     sharding = NamedSharding(mesh, PartitionSpec(*[None] * (len(leading) - 1), STAGE))
-    return {name: jax.device_put(layer.reshape(*leading, -1, *layer.shape[1:]), sharding) for name, layer in layers.items()}
+    return {
+        name: jax.device_put(layer.reshape(*leading, -1, *layer.shape[1:]), sharding)
+        for name, layer in layers.items()
+    }

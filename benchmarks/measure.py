@@ -27,11 +27,17 @@ TIMEOUT_SECONDS = 600
 OnRow = Callable[[Mapping[str, Any], int, int], None]
 
 
-def run_file(path: str, *arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+def run_file(
+    path: str, *arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Start a file as a program for each list of arguments, all at once, and return the JSON that the first prints last."""
     started = [
         subprocess.Popen(
-            [sys.executable, path, *each], env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, path, *each],
+            env=os.environ | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for each in arguments
     ]
@@ -42,7 +48,9 @@ def run_file(path: str, *arguments: Sequence[str], env: Mapping[str, str] = Mapp
             process.kill()
     for number, (process, (_, errors)) in enumerate(zip(started, outputs, strict=True)):
         if process.returncode:
-            raise RuntimeError(f"process {number} of {len(started)} failed:\n{errors[-2000:]}")
+            raise RuntimeError(
+                f"process {number} of {len(started)} failed:\n{errors[-2000:]}"
+            )
     found: dict[str, Any] = json.loads(outputs[0][0].splitlines()[-1])
     return found
 
@@ -78,14 +86,21 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
         yield from (names[(place + number) % len(names)] for place in range(len(names)))
 
 
-def take_turns(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, Seconds]:
+def take_turns(
+    candidates: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = ROUNDS,
+    warm_up: int = 1,
+) -> dict[str, Seconds]:
     """Time every candidate, a function that waits for its own results, once a round, after `warm_up` rounds without a clock."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for name in in_turns(list(candidates), warm_up + rounds):
         start = time.perf_counter()
         candidates[name]()
         times[name].append(time.perf_counter() - start)
-    return {name: Seconds(all=tuple(seconds[warm_up:])) for name, seconds in times.items()}
+    return {
+        name: Seconds(all=tuple(seconds[warm_up:])) for name, seconds in times.items()
+    }
 
 
 def ignore_row(row: Mapping[str, Any], done: int, total: int) -> None:
@@ -115,8 +130,16 @@ class RowPrinter:
     def __call__(self, row: Mapping[str, Any], done: int, total: int) -> None:
         """Print a measurement."""
         left = (time.monotonic() - self._start) * (total - done) / done
-        cells = ", ".join(f"{key}={format_cell(value)}" for key, value in row.items() if value is not None)
-        self._console.print(f"{self._name} {done}/{total}, about {left:,.0f} s left: {cells}", style="dim", soft_wrap=True)
+        cells = ", ".join(
+            f"{key}={format_cell(value)}"
+            for key, value in row.items()
+            if value is not None
+        )
+        self._console.print(
+            f"{self._name} {done}/{total}, about {left:,.0f} s left: {cells}",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +148,12 @@ class BenchResult:
 
     name: str  # the name on the command line
     title: str  # what was measured, in one sentence
-    rows: Sequence[Mapping[str, Any]]  # the measurements; every row has the same columns
-    notes: Sequence[str] = ()  # how it was measured, what was not run, and the limits of this machine
+    rows: Sequence[
+        Mapping[str, Any]
+    ]  # the measurements; every row has the same columns
+    notes: Sequence[
+        str
+    ] = ()  # how it was measured, what was not run, and the limits of this machine
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -140,13 +167,30 @@ class BenchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
-        return {"name": self.name, "title": self.title, "rows": [dict(row) for row in self.rows], "notes": list(self.notes)}
+        return {
+            "name": self.name,
+            "title": self.title,
+            "rows": [dict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
 
     def to_markdown(self) -> str:
         """Return the table in Markdown, with its title and notes."""
-        lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
+        lines = [
+            "| " + " | ".join(self.columns) + " |",
+            "|" + " --- |" * len(self.columns),
+        ]
         lines += ["| " + " | ".join(row) + " |" for row in self.cells]
-        return "\n".join([f"## {self.name}: {self.title}", "", *lines, "", *(f"- {note}" for note in self.notes), ""])
+        return "\n".join(
+            [
+                f"## {self.name}: {self.title}",
+                "",
+                *lines,
+                "",
+                *(f"- {note}" for note in self.notes),
+                "",
+            ]
+        )
 
 
 def format_cell(value: Any) -> str:
@@ -163,7 +207,9 @@ def format_cell(value: Any) -> str:
 class Bench(Protocol):
     """The function of a benchmark."""
 
-    def __call__(self, *, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    def __call__(
+        self, *, quick: bool = False, on_row: OnRow = ignore_row
+    ) -> BenchResult:
         """Measure."""
 
 
@@ -172,9 +218,15 @@ def print_result(result: BenchResult, console: Console) -> None:
     if not console.is_terminal:
         console.print(result.to_markdown(), markup=False, soft_wrap=True)
         return
-    table = Table(title=f"{result.name}: {result.title}", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=f"{result.name}: {result.title}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for place, name in enumerate(result.columns):
-        table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
+        table.add_column(
+            name, justify="left" if place == 0 else "right", overflow="fold"
+        )
     for row in result.cells:
         table.add_row(*row)
     console.print(table)
@@ -186,16 +238,36 @@ def print_result(result: BenchResult, console: Console) -> None:
 def main(**subjects: Bench) -> None:
     """Run the benchmarks of a file: those named on the command line, or all."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"what to measure (default all): {', '.join(subjects)}")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few rounds, as a smoke test")
-    parser.add_argument("--devices", type=int, default=8, metavar="N", help="simulate N CPU devices (default 8)")
+    parser.add_argument(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help=f"what to measure (default all): {', '.join(subjects)}",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes and few rounds, as a smoke test",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=8,
+        metavar="N",
+        help="simulate N CPU devices (default 8)",
+    )
     args = parser.parse_args()
     if unknown := sorted(set(args.names) - subjects.keys()):
-        parser.error(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(subjects)}")
+        parser.error(
+            f"unknown benchmark {unknown[0]!r}; choose from {', '.join(subjects)}"
+        )
     enable_huge_pages()
-    jax.config.update("jax_num_cpu_devices", args.devices)  # other backends are not affected
+    jax.config.update(
+        "jax_num_cpu_devices", args.devices
+    )  # other backends are not affected
     progress = Console(stderr=True, highlight=False, markup=False)
     for name in args.names or subjects:
         print_result(
-            subjects[name](quick=args.quick, on_row=RowPrinter(name, progress)), Console(highlight=False, markup=False)
+            subjects[name](quick=args.quick, on_row=RowPrinter(name, progress)),
+            Console(highlight=False, markup=False),
         )

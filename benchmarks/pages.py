@@ -16,7 +16,17 @@ from typing import Any
 
 import jax
 from contenders import Problem, main_problem, plan_for, start_rampup, stepper
-from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns, main, run_file
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    Seconds,
+    ignore_row,
+    in_turns,
+    main,
+    run_file,
+)
 
 from rampup.data.batches import step_batches
 from rampup.engine.mesh import make_mesh
@@ -38,7 +48,17 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     for pages in in_turns(list(found), rounds):
         result = run_process(huge=pages == "huge", quick=quick)
         found[pages].append(result)
-        measured.add([{"pages": pages, **{f"k={k}": f"{seconds * 1e3:.3g} ms" for k, seconds in result["seconds"].items()}}])
+        measured.add(
+            [
+                {
+                    "pages": pages,
+                    **{
+                        f"k={k}": f"{seconds * 1e3:.3g} ms"
+                        for k, seconds in result["seconds"].items()
+                    },
+                }
+            ]
+        )
     return BenchResult(
         name="pages",
         title="a training step on a CPU with huge pages, compared with small pages",
@@ -53,9 +73,14 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     )
 
 
-def row(k: int, huge: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row(
+    k: int, huge: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the row of a number of microbatches, from the results of the processes."""
-    with_huge, with_small = (Seconds(all=tuple(one["seconds"][str(k)] for one in found)) for found in (huge, small))
+    with_huge, with_small = (
+        Seconds(all=tuple(one["seconds"][str(k)] for one in found))
+        for found in (huge, small)
+    )
     return {
         "microbatches": k,
         "ms": with_huge.median * 1e3,
@@ -70,23 +95,37 @@ def row(k: int, huge: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]])
 
 def run_process(*, huge: bool, quick: bool) -> dict[str, Any]:
     """Return the result of `measure` in a new process."""
-    return run_file(__file__, [CHILD, "quick" if quick else "full"], env={VARIABLE: f"{TUNABLE}={int(huge)}"})
+    return run_file(
+        __file__,
+        [CHILD, "quick" if quick else "full"],
+        env={VARIABLE: f"{TUNABLE}={int(huge)}"},
+    )
 
 
 def measure(problem: Problem, steps: int) -> dict[str, Any]:
     """Return the median seconds and page faults of a step, by its number of microbatches."""
     mesh = make_mesh(devices=jax.devices()[:1])
     first, last = (k * problem.rows for k in MICROBATCHES)
-    plan = plan_for(BatchRamp.piecewise([(0, first), (1, last)]), 2, microbatch_size=problem.rows)
+    plan = plan_for(
+        BatchRamp.piecewise([(0, first), (1, last)]), 2, microbatch_size=problem.rows
+    )
     batches = list(step_batches(problem.source(plan.consumed_samples), plan, mesh))
     step = stepper(*start_rampup(problem, plan, mesh))
     seconds, faults = dict[int, float](), dict[int, float]()
     for k, batch in zip(MICROBATCHES, batches, strict=True):
         measured = []
         for _ in range(1 + steps):
-            start, faults_before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            start, faults_before = (
+                time.perf_counter(),
+                resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+            )
             step(batch)
-            measured.append((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before))
+            measured.append(
+                (
+                    time.perf_counter() - start,
+                    resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before,
+                )
+            )
         seconds[k], faults[k] = map(statistics.median, zip(*measured[1:], strict=True))
     return {"seconds": seconds, "faults": faults}
 
@@ -95,6 +134,13 @@ if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD]:
         jax.config.update("jax_platforms", "cpu")
         is_quick = sys.argv[2] == "quick"
-        print(json.dumps(measure(main_problem(jax.devices()[0], quick=is_quick), QUICK_STEPS if is_quick else STEPS)))
+        print(
+            json.dumps(
+                measure(
+                    main_problem(jax.devices()[0], quick=is_quick),
+                    QUICK_STEPS if is_quick else STEPS,
+                )
+            )
+        )
     else:
         main(pages=run)

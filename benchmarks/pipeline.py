@@ -17,18 +17,51 @@ import numpy as np
 from hlo import pipeline_loops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxtext_baselines import Layers, MaxTextPipeline, arrange_layers
-from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, main, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    Seconds,
+    ignore_row,
+    main,
+    take_turns,
+)
 
 from rampup.engine.mesh import STAGE, make_mesh
-from rampup.engine.pipeline import PipelinedLoss, Stage, check_shapes, permute_layers, pipeline_sums, run_on_stages
+from rampup.engine.pipeline import (
+    PipelinedLoss,
+    Stage,
+    check_shapes,
+    permute_layers,
+    pipeline_sums,
+    run_on_stages,
+)
 from rampup.engine.sums import Recipe, Sums, as_summed
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pass_ticks, pipeline_candidates, stage_layer_order
+from rampup.plan.pipeline import (
+    DEFAULT_OVERHEAD_TOKENS,
+    pass_ticks,
+    pipeline_candidates,
+    stage_layer_order,
+)
 from rampup.tune.programs import fit_line
 
 MIN_DEVICES = 4
-COLUMNS = ("system", "p", "m", "v", "step_ms", "spread", "vs_maxtext", "temp_bytes", "iterations", "permutes", "matmuls")
+COLUMNS = (
+    "system",
+    "p",
+    "m",
+    "v",
+    "step_ms",
+    "spread",
+    "vs_maxtext",
+    "temp_bytes",
+    "iterations",
+    "permutes",
+    "matmuls",
+)
 COLUMNS += ("gradient_error", "predicted_rank", "regret")
 ALL_TICKS = {1: "rampup 1f1b, all ticks", 2: "rampup interleaved, all ticks"}
 GPIPE = "rampup gpipe reference"
@@ -52,7 +85,12 @@ class Sizes:
     def candidates(self) -> list[Candidate]:
         """The (m, v) of the part about the cost model."""
         p = self.chooser_stages
-        return [(m, v) for v in ALL_TICKS for m in range(1, self.batch + 1) if self.batch % m == 0 and (m >= p or v == 1)]
+        return [
+            (m, v)
+            for v in ALL_TICKS
+            for m in range(1, self.batch + 1)
+            if self.batch % m == 0 and (m >= p or v == 1)
+        ]
 
     def model(self, num_stages: int) -> Model:
         """Return the model for a number of stages: random layers and a random batch in float32."""
@@ -63,25 +101,40 @@ class Sizes:
 
         up = normal(num_layers, self.width, self.hidden, scale=self.width**-0.5)
         down = normal(num_layers, self.hidden, self.width, scale=self.hidden**-0.5)
-        return Model(layers={"up": up, "down": down}, x=normal(self.batch, self.tokens, self.width, scale=1.0))
+        return Model(
+            layers={"up": up, "down": down},
+            x=normal(self.batch, self.tokens, self.width, scale=1.0),
+        )
 
 
 FULL = Sizes(
-    batch=32, tokens=32, width=256, hidden=1024, shapes=((2, 8), (4, 4), (4, 16), (8, 16)), chooser_stages=4, rounds=ROUNDS
+    batch=32,
+    tokens=32,
+    width=256,
+    hidden=1024,
+    shapes=((2, 8), (4, 4), (4, 16), (8, 16)),
+    chooser_stages=4,
+    rounds=ROUNDS,
 )
-QUICK = Sizes(batch=16, tokens=2, width=8, hidden=16, shapes=((2, 4),), chooser_stages=2, rounds=3)
+QUICK = Sizes(
+    batch=16, tokens=2, width=8, hidden=16, shapes=((2, 4),), chooser_stages=2, rounds=3
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """The layers and the batch of all pipelines."""
 
-    layers: Layers  # stacked in the model's own order: `up` (L, E, F) and `down` (L, F, E)
+    layers: (
+        Layers  # stacked in the model's own order: `up` (L, E, F) and `down` (L, F, E)
+    )
     x: jax.Array  # the batch (B, T, E)
 
     def gradients(self) -> Layers:
         """Return the gradients of the loss over the batch, without a pipeline."""
-        return jax.jit(jax.grad(lambda layers, x_BTE: _sum_squares(_two_matmuls(layers, x_BTE))))(self.layers, self.x)
+        return jax.jit(
+            jax.grad(lambda layers, x_BTE: _sum_squares(_two_matmuls(layers, x_BTE)))
+        )(self.layers, self.x)
 
 
 def _two_matmuls(layers: Layers, x: jax.Array) -> jax.Array:
@@ -113,8 +166,14 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     except MissingDependencyError as error:
         notes.append(f"The baseline was skipped. {error}")
     shapes = [(p, m) for p, m in sizes.shapes if p <= len(devices)]
-    notes += [f"p={p} was not run: JAX sees {len(devices)} devices." for p, _ in sizes.shapes if p > len(devices)]
-    found = Measurements(len(shapes) * (7 if maxtext else 5) + len(sizes.candidates), on_row)
+    notes += [
+        f"p={p} was not run: JAX sees {len(devices)} devices."
+        for p, _ in sizes.shapes
+        if p > len(devices)
+    ]
+    found = Measurements(
+        len(shapes) * (7 if maxtext else 5) + len(sizes.candidates), on_row
+    )
     for p, m in shapes:
         found.add(compare(sizes, p, m, maxtext, notes))
     found.add(check_cost_model(sizes, notes))
@@ -125,7 +184,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     return BenchResult(name="pipeline", title=title, rows=found.rows, notes=notes)
 
 
-def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes: list[str]) -> list[dict[str, Any]]:
+def compare(
+    sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes: list[str]
+) -> list[dict[str, Any]]:
     """Time all systems on one model, in turn; return a row for each, and note what could not run."""
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = [
@@ -141,16 +202,29 @@ def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes
             program.run()
             programs.append(program)
         except Exception as error:  # noqa: BLE001 - another system may raise anything on a jax that it was not written for
-            notes.append(f"MaxText's pipeline does not run at p={p}, m={m}, v={v}: {type(error).__name__}: {error}")
+            notes.append(
+                f"MaxText's pipeline does not run at p={p}, m={m}, v={v}: {type(error).__name__}: {error}"
+            )
     wanted = model.gradients()
     errors = [program.gradient_error(wanted) for program in programs]
-    times = list(take_turns({str(n): program.run for n, program in enumerate(programs)}, rounds=sizes.rounds).values())
-    baselines = {each.num_repeats: seconds.median for each, seconds in zip(programs, times, strict=True) if each.is_baseline}
+    times = list(
+        take_turns(
+            {str(n): program.run for n, program in enumerate(programs)},
+            rounds=sizes.rounds,
+        ).values()
+    )
+    baselines = {
+        each.num_repeats: seconds.median
+        for each, seconds in zip(programs, times, strict=True)
+        if each.is_baseline
+    }
     rows = []
     for program, seconds, error in zip(programs, times, errors, strict=True):
         baseline = None if program.is_baseline else baselines.get(program.num_repeats)
         ratio = None if baseline is None else seconds.median / baseline
-        rows.append(_row(program, p, m, seconds, vs_maxtext=ratio, gradient_error=error))
+        rows.append(
+            _row(program, p, m, seconds, vs_maxtext=ratio, gradient_error=error)
+        )
     return rows
 
 
@@ -160,9 +234,15 @@ def check_cost_model(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
     # With idle ticks computed too, stages that share cores work in proportion to the critical path on devices of their own.
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = {
-        (m, v): rampup_program(ALL_TICKS[v], model, mesh, m, num_repeats=v, skip_idle=False) for m, v in sizes.candidates
+        (m, v): rampup_program(
+            ALL_TICKS[v], model, mesh, m, num_repeats=v, skip_idle=False
+        )
+        for m, v in sizes.candidates
     }
-    times = take_turns({str(key): program.run for key, program in programs.items()}, rounds=sizes.rounds)
+    times = take_turns(
+        {str(key): program.run for key, program in programs.items()},
+        rounds=sizes.rounds,
+    )
     check = CostModelCheck(
         num_stages=p,
         samples=sizes.batch,
@@ -170,10 +250,15 @@ def check_cost_model(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
         default_overhead=Fraction(DEFAULT_OVERHEAD_TOKENS, sizes.tokens),
     )
     notes += check.notes()
-    return [_row(program, p, key[0], times[str(key)], **check.columns(key)) for key, program in programs.items()]
+    return [
+        _row(program, p, key[0], times[str(key)], **check.columns(key))
+        for key, program in programs.items()
+    ]
 
 
-def _row(program: Program, p: int, m: int, seconds: Seconds, **more: Any) -> dict[str, Any]:
+def _row(
+    program: Program, p: int, m: int, seconds: Seconds, **more: Any
+) -> dict[str, Any]:
     loops = pipeline_loops(program.executable.as_text())
     known = {
         "system": program.system,
@@ -222,7 +307,9 @@ class Program:
     num_repeats: int  # v
     executable: Any
     arguments: tuple[Any, ...]
-    gradients: Callable[[Any], Layers]  # takes the program's result and returns the layers' gradients in the model's own order
+    gradients: Callable[
+        [Any], Layers
+    ]  # takes the program's result and returns the layers' gradients in the model's own order
     is_baseline: bool = False  # whether it is not rampup's
 
     def run(self) -> Any:
@@ -232,12 +319,22 @@ class Program:
     def gradient_error(self, wanted: Layers) -> float:
         """Return the largest difference from other gradients, relative to the largest value of each array."""
         found = self.gradients(self.run())
-        differences = (np.max(np.abs(np.asarray(found[name]) - wanted[name])) / np.max(np.abs(wanted[name])) for name in wanted)
+        differences = (
+            np.max(np.abs(np.asarray(found[name]) - wanted[name]))
+            / np.max(np.abs(wanted[name]))
+            for name in wanted
+        )
         return float(max(differences))
 
 
 def rampup_program(
-    system: str, model: Model, mesh: Mesh, num_microbatches: int, *, num_repeats: int = 1, skip_idle: bool = True
+    system: str,
+    model: Model,
+    mesh: Mesh,
+    num_microbatches: int,
+    *,
+    num_repeats: int = 1,
+    skip_idle: bool = True,
 ) -> Program:
     """Compile one of rampup's pipelines."""
     is_gpipe = system == GPIPE
@@ -246,22 +343,50 @@ def rampup_program(
     loss = PipelinedLoss(
         first=lambda params, x_RTE, keys: x_RTE,
         stage=lambda layers, x_RTE, batch, keys, first_layer: chunk(layers, x_RTE),
-        last=lambda params, y_RTE, batch, keys: (_sum_squares(y_RTE), jnp.float32(y_RTE.shape[0]), {}),
+        last=lambda params, y_RTE, batch, keys: (
+            _sum_squares(y_RTE),
+            jnp.float32(y_RTE.shape[0]),
+            {},
+        ),
         num_repeats=num_repeats,
         skip_idle=skip_idle,
     )
     order = stage_layer_order(len(model.layers["up"]), mesh.shape[STAGE], num_repeats)
-    shardings = {"layers": {name: NamedSharding(mesh, PartitionSpec(STAGE)) for name in model.layers}}
-    params = jax.device_put(permute_layers({"layers": dict(model.layers)}, order), shardings)
+    shardings = {
+        "layers": {
+            name: NamedSharding(mesh, PartitionSpec(STAGE)) for name in model.layers
+        }
+    }
+    params = jax.device_put(
+        permute_layers({"layers": dict(model.layers)}, order), shardings
+    )
     shape = (num_microbatches, len(model.x) // num_microbatches)
-    x_KRTE, keys_KR = model.x.reshape(*shape, *model.x.shape[1:]), jax.random.split(jax.random.key(0), shape)
-    arguments = (params, *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())))
+    x_KRTE, keys_KR = (
+        model.x.reshape(*shape, *model.x.shape[1:]),
+        jax.random.split(jax.random.key(0), shape),
+    )
+    arguments = (
+        params,
+        *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())),
+    )
 
-    def step(params: Any, x_KRTE: jax.Array, keys_KR: jax.Array) -> tuple[jax.Array, Layers]:
+    def step(
+        params: Any, x_KRTE: jax.Array, keys_KR: jax.Array
+    ) -> tuple[jax.Array, Layers]:
         if is_gpipe:
-            sums = gpipe_sums(loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings)
+            sums = gpipe_sums(
+                loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings
+            )
         else:
-            sums = pipeline_sums(loss, params, (x_KRTE, keys_KR), (num_microbatches, 1), Recipe(), mesh, shardings)
+            sums = pipeline_sums(
+                loss,
+                params,
+                (x_KRTE, keys_KR),
+                (num_microbatches, 1),
+                Recipe(),
+                mesh,
+                shardings,
+            )
         return sums.loss, sums.grads
 
     return Program(
@@ -269,29 +394,47 @@ def rampup_program(
         num_repeats=num_repeats,
         executable=jax.jit(step).lower(*arguments).compile(),
         arguments=arguments,
-        gradients=lambda result: permute_layers(result[1], np.argsort(order).tolist())["layers"],
+        gradients=lambda result: permute_layers(result[1], np.argsort(order).tolist())[
+            "layers"
+        ],
     )
 
 
 def gpipe_sums(
-    loss: PipelinedLoss, params: dict[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
+    loss: PipelinedLoss,
+    params: dict[str, Any],
+    batch_KR: Any,
+    keys_KR: jax.Array,
+    *,
+    mesh: Mesh,
+    param_shardings: Any,
 ) -> Sums:
     """Sum loss and gradients of K microbatches by differentiating through the forward ticks, as GPipe and MaxText do."""
     check_shapes(loss, params, batch_KR, keys_KR, mesh)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
         def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
-            stage = Stage(loss, layers, shared, rows, mesh, Recipe(), param_shardings=None)
+            stage = Stage(
+                loss, layers, shared, rows, mesh, Recipe(), param_shardings=None
+            )
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums
 
         grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
         return sums._replace(grads=jax.tree.map(as_summed, grads))
 
-    return run_on_stages(stage_sums, loss, params, (batch_KR, keys_KR), mesh, param_shardings)
+    return run_on_stages(
+        stage_sums, loss, params, (batch_KR, keys_KR), mesh, param_shardings
+    )
 
 
-def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_microbatches: int, num_repeats: int) -> Program:
+def maxtext_program(
+    maxtext: MaxTextPipeline,
+    model: Model,
+    mesh: Mesh,
+    num_microbatches: int,
+    num_repeats: int,
+) -> Program:
     """Compile MaxText's pipeline."""
     layers = arrange_layers(model.layers, mesh, num_repeats)
     x_BTE = jax.device_put(model.x, NamedSharding(mesh, PartitionSpec(STAGE)))
@@ -306,7 +449,9 @@ def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_micr
         num_repeats=num_repeats,
         executable=jax.jit(jax.value_and_grad(loss)).lower(layers, x_BTE).compile(),
         arguments=(layers, x_BTE),
-        gradients=lambda result: {name: g.reshape(model.layers[name].shape) for name, g in result[1].items()},
+        gradients=lambda result: {
+            name: g.reshape(model.layers[name].shape) for name, g in result[1].items()
+        },
         is_baseline=True,
     )
 
@@ -324,7 +469,9 @@ class CostModelCheck:
     def overheads(self) -> dict[str, Fraction]:
         """The values of h to predict with, by name: the fitted one first, if there is one."""
         fitted = self.fitted_overhead
-        return ({} if fitted is None else {"fitted h": fitted}) | {"default h": self.default_overhead}
+        return ({} if fitted is None else {"fitted h": fitted}) | {
+            "default h": self.default_overhead
+        }
 
     @property
     def fitted_overhead(self) -> Fraction | None:
@@ -339,7 +486,11 @@ class CostModelCheck:
             3.0
         """
         start, slope = fit_line(
-            [(self.samples / m, t / pass_ticks(self.num_stages, m)) for (m, v), t in self.seconds.items() if v == 1]
+            [
+                (self.samples / m, t / pass_ticks(self.num_stages, m))
+                for (m, v), t in self.seconds.items()
+                if v == 1
+            ]
         )
         # Rounding errors of the fit may leave h = 0 slightly negative.
         overhead = start / slope if slope > 0 else -1.0
@@ -348,8 +499,15 @@ class CostModelCheck:
     def ranking(self, overhead: Fraction) -> list[Candidate]:
         """Return the measured splits in the order that the cost model predicts, the fastest first."""
         repeats = sorted({v for _, v in self.seconds})
-        choices = pipeline_candidates(self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats)
-        return [key for choice in choices if (key := (choice.num_pipeline_microbatches, choice.num_repeats)) in self.seconds]
+        choices = pipeline_candidates(
+            self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats
+        )
+        return [
+            key
+            for choice in choices
+            if (key := (choice.num_pipeline_microbatches, choice.num_repeats))
+            in self.seconds
+        ]
 
     def columns(self, candidate: Candidate) -> dict[str, object]:
         """Return the table's columns for one (m, v): its predicted rank, and its time over the best."""
@@ -371,7 +529,9 @@ class CostModelCheck:
                 f"picks m={m}, v={v}; measured best m={best[0]}, v={best[1]}; regret (chosen / best) {self.regret(chosen):.3f}."
             )
         if self.fitted_overhead is None:
-            notes.append("The measured times give no h: the time of a tick is far from linear in the microbatch, or too noisy.")
+            notes.append(
+                "The measured times give no h: the time of a tick is far from linear in the microbatch, or too noisy."
+            )
         return notes
 
 

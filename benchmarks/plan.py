@@ -15,7 +15,16 @@ import numpy as np
 import optax
 from contenders import bench_optimizer, plan_for, stepper
 from maxtext_baselines import MakeManager, manager_ramp, maxtext_manager
-from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, main, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    Seconds,
+    ignore_row,
+    main,
+    take_turns,
+)
 from rich.console import Console
 
 from rampup.config.schema import Config
@@ -73,19 +82,33 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     )
 
 
-def plan_rows(manager: MakeManager, rounds: int, calls: int, replayed: int) -> Iterator[dict[str, Any]]:
+def plan_rows(
+    manager: MakeManager, rounds: int, calls: int, replayed: int
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of look-ups and of resuming."""
-    plan = plan_for(manager_ramp(CONFIG), 2 * FAR_STEP, replicas=CONFIG.num_target_devices)
+    plan = plan_for(
+        manager_ramp(CONFIG), 2 * FAR_STEP, replicas=CONFIG.num_target_devices
+    )
     sample = plan.ramp.samples_before(FAR_STEP)
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "step -> samples, phase and split": (lambda: plan.position(FAR_STEP), calls),
         "step -> batch size": (lambda: plan.ramp.global_batch_size_at(FAR_STEP), calls),
         "sample -> step": (lambda: plan.ramp.step_of_sample(sample), calls),
-        "resume, from a plan": (lambda: RampupBatchManager.from_plan(plan, FAR_STEP), calls),
-        "resume, from a config": (lambda: RampupBatchManager(CONFIG, FAR_STEP), calls // 50),
+        "resume, from a plan": (
+            lambda: RampupBatchManager.from_plan(plan, FAR_STEP),
+            calls,
+        ),
+        "resume, from a config": (
+            lambda: RampupBatchManager(CONFIG, FAR_STEP),
+            calls // 50,
+        ),
     }
-    repeated = {name: _repeat(function, number) for name, (function, number) in cases.items()}
-    times = take_turns(repeated | {"replay": lambda: manager(CONFIG, replayed)}, rounds=rounds)
+    repeated = {
+        name: _repeat(function, number) for name, (function, number) in cases.items()
+    }
+    times = take_turns(
+        repeated | {"replay": lambda: manager(CONFIG, replayed)}, rounds=rounds
+    )
     replay = times["replay"].median * FAR_STEP / replayed
     for name, (_, number) in cases.items():
         yield _row(name, times[name], number, "replay, extrapolated", replay)
@@ -93,9 +116,21 @@ def plan_rows(manager: MakeManager, rounds: int, calls: int, replayed: int) -> I
     def step(manager: Any) -> tuple[bool, int]:
         return manager.update(), manager.global_batch_size_current
 
-    managers = {"rampup": RampupBatchManager.from_plan(plan), "baseline": manager(CONFIG, 0)}
-    times = take_turns({name: _repeat(partial(step, managers[name]), calls) for name in managers}, rounds=rounds)
-    yield _row("update, one step", times["rampup"], calls, "update", times["baseline"].median / calls)
+    managers = {
+        "rampup": RampupBatchManager.from_plan(plan),
+        "baseline": manager(CONFIG, 0),
+    }
+    times = take_turns(
+        {name: _repeat(partial(step, managers[name]), calls) for name in managers},
+        rounds=rounds,
+    )
+    yield _row(
+        "update, one step",
+        times["rampup"],
+        calls,
+        "update",
+        times["baseline"].median / calls,
+    )
 
 
 def _repeat(function: Callable[[], Any], number: int) -> Callable[[], None]:
@@ -106,7 +141,9 @@ def _repeat(function: Callable[[], Any], number: int) -> Callable[[], None]:
     return run
 
 
-def _row(case: str, measured: Seconds, number: int, baseline: str, baseline_seconds: float) -> dict[str, Any]:
+def _row(
+    case: str, measured: Seconds, number: int, baseline: str, baseline_seconds: float
+) -> dict[str, Any]:
     seconds = measured.median / number
     return {
         "case": case,
@@ -124,21 +161,37 @@ def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     tiny, lengths = _Tiny(mesh), {"short": steps // 10, "long": steps + steps // 10}
     runs: dict[str, Callable[[], Any]] = {"recipe": _recipe_step(mesh)}
     for length, number in lengths.items():
-        runs |= {f"loop, {length}": partial(tiny.run_loop, number), f"host, {length}": partial(tiny.run_host, number)}
+        runs |= {
+            f"loop, {length}": partial(tiny.run_loop, number),
+            f"host, {length}": partial(tiny.run_host, number),
+        }
     times = take_turns(runs, rounds=rounds)
     for case in ("loop", "host"):
-        pairs = zip(times[f"{case}, long"].all, times[f"{case}, short"].all, strict=True)
+        pairs = zip(
+            times[f"{case}, long"].all, times[f"{case}, short"].all, strict=True
+        )
         difference = Seconds(all=tuple(long - short for long, short in pairs))
-        yield _row(f"the {case}'s part of a step", difference, steps, "the default recipe's step", times["recipe"].median)
+        yield _row(
+            f"the {case}'s part of a step",
+            difference,
+            steps,
+            "the default recipe's step",
+            times["recipe"].median,
+        )
 
 
 def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
     """Return one optimizer step of the default recipe's first phase on one device."""
     config, tx = Config(), bench_optimizer()
-    model, plan = LanguageModel.from_config(config), plan_for(BatchRamp.constant(int(config.per_device_batch_size_start)), 1)
+    model, plan = (
+        LanguageModel.from_config(config),
+        plan_for(BatchRamp.constant(int(config.per_device_batch_size_start)), 1),
+    )
     step = train_step(model.loss, tx, plan, mesh)
     state = create_state(model.init(jax.random.key(0)), tx, mesh)
-    rows = SyntheticRows(64, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
+    rows = SyntheticRows(
+        64, sequence_length=config.max_target_length, vocab_size=config.vocab_size
+    )
     (batch,) = step_batches(rows, plan, mesh)
     return partial(stepper(step, state), batch)
 
@@ -151,7 +204,11 @@ class _Tiny:
         self._rows = [{"x": np.float32(n)} for n in range(64)]
 
         def loss(params: Any, batch: Any, rngs: Any) -> tuple[Any, Any, Any]:
-            return ((params["w"] - batch["x"][:, None]) ** 2).sum(), batch["x"].shape[0], {}
+            return (
+                ((params["w"] - batch["x"][:, None]) ** 2).sum(),
+                batch["x"].shape[0],
+                {},
+            )
 
         plan = plan_for(BatchRamp.constant(8), 1)
         self._step = train_step(loss, self._tx, plan, mesh)
@@ -164,21 +221,49 @@ class _Tiny:
     def run_loop(self, steps: int) -> None:
         """Run the loop with batches and a step that cost nothing."""
         plan = plan_for(BatchRamp.constant(8), steps)
-        batches = (Batch(plan.position(n), self._batch.chunks, self._batch.layout) for n in range(steps))
+        batches = (
+            Batch(plan.position(n), self._batch.chunks, self._batch.layout)
+            for n in range(steps)
+        )
         self._through_loop(plan, _ConstantStep(self._metrics), lambda start: batches)
 
     def run_host(self, steps: int) -> None:
         """Run the loop with real batches and the step."""
         plan, choose = plan_for(BatchRamp.constant(8), steps), self._step.split_for
-        self._through_loop(plan, self._step, lambda start: step_batches(self._rows, plan, self._mesh, split_for=choose))
+        self._through_loop(
+            plan,
+            self._step,
+            lambda start: step_batches(self._rows, plan, self._mesh, split_for=choose),
+        )
 
-    def _through_loop(self, plan: RampPlan, step: Any, batches: Callable[[int], Iterator[Batch]]) -> None:
-        with tempfile.TemporaryDirectory(prefix="rampup-bench-") as folder, open(os.devnull, "w") as nowhere:
+    def _through_loop(
+        self, plan: RampPlan, step: Any, batches: Callable[[int], Iterator[Batch]]
+    ) -> None:
+        with (
+            tempfile.TemporaryDirectory(prefix="rampup-bench-") as folder,
+            open(os.devnull, "w") as nowhere,
+        ):
             progress = TrainProgress(Console(file=nowhere))
-            progress(RunPlanned(plan=plan, num_parameters=3, devices=jax.devices(), folder=Path(folder)))
+            progress(
+                RunPlanned(
+                    plan=plan,
+                    num_parameters=3,
+                    devices=jax.devices(),
+                    folder=Path(folder),
+                )
+            )
             rate = LearningRate(plan=plan, peak=1e-3).at
-            metrics = MetricOptions(learning_rate=rate, tokens_per_sample=1, flops_per_sample=1.0)
-            loop = Loop(plan=plan, step=step, batches=batches, folder=Path(folder), metrics=metrics, on_event=progress)
+            metrics = MetricOptions(
+                learning_rate=rate, tokens_per_sample=1, flops_per_sample=1.0
+            )
+            loop = Loop(
+                plan=plan,
+                step=step,
+                batches=batches,
+                folder=Path(folder),
+                metrics=metrics,
+                on_event=progress,
+            )
             loop.run(self._new_state())
 
 

@@ -12,9 +12,27 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
-from contenders import CONTENDERS, FIXED, QUICK, Problem, main_problem, no_compilation_cache, plan_for, start_run
+from contenders import (
+    CONTENDERS,
+    FIXED,
+    QUICK,
+    Problem,
+    main_problem,
+    no_compilation_cache,
+    plan_for,
+    start_run,
+)
 from jax.sharding import Mesh
-from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns, main
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    Seconds,
+    ignore_row,
+    in_turns,
+    main,
+)
 
 from rampup.engine.mesh import make_mesh
 from rampup.loop.metrics import IN_FLIGHT
@@ -39,9 +57,13 @@ class Clocked:
     """A contender's run through the ramp by one clock."""
 
     seconds: float  # from before the first step until the last loss is known
-    first_seconds: float  # until the first step was dispatched, which is its compilation
+    first_seconds: (
+        float  # until the first step was dispatched, which is its compilation
+    )
     row_seconds: float  # time per row in the last phase, without its first step
-    step_seconds: float  # time of all steps if each took as long as the median step of its phase
+    step_seconds: (
+        float  # time of all steps if each took as long as the median step of its phase
+    )
 
     @property
     def over_own(self) -> float:
@@ -61,7 +83,12 @@ class Trip:
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Run the ramp with every contender in turn, each with cold caches."""
     devices = jax.devices()
-    device, mesh = devices[0], make_mesh(devices=devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices)
+    device, mesh = (
+        devices[0],
+        make_mesh(
+            devices=devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices
+        ),
+    )
     problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
     plan = ramp_plan(problem, *sizes(device, quick=quick), replicas=mesh.size)
     trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
@@ -72,7 +99,15 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         for name in in_turns(CONTENDERS, rounds):
             trips[name].append(trip(name, problem, plan, mesh))
             last = trips[name][-1]
-            found.add([{"system": name, "seconds": last.wall.seconds, "cpu_s": last.cpu.seconds}])
+            found.add(
+                [
+                    {
+                        "system": name,
+                        "seconds": last.wall.seconds,
+                        "cpu_s": last.cpu.seconds,
+                    }
+                ]
+            )
     return BenchResult(
         name="ramp",
         title=f"a ramp of {PHASES} phases from the first step to the last, compilations included",
@@ -95,13 +130,23 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
 
 def sizes(device: jax.Device, *, quick: bool) -> tuple[int, int]:
     """Return the rows of the ramp, in microbatches, and the steps after it."""
-    return QUICK_SIZES if quick else CPU_SIZES if device.platform == "cpu" else DEVICE_SIZES
+    return (
+        QUICK_SIZES
+        if quick
+        else CPU_SIZES
+        if device.platform == "cpu"
+        else DEVICE_SIZES
+    )
 
 
-def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int, *, replicas: int = 1) -> RampPlan:
+def ramp_plan(
+    problem: Problem, ramp_microbatches: int, last_steps: int, *, replicas: int = 1
+) -> RampPlan:
     """Return a linear ramp of 1 to 8 microbatches."""
     b = problem.rows * replicas
-    ramp = BatchRamp.linear(start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b)
+    ramp = BatchRamp.linear(
+        start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b
+    )
     return plan_for(ramp, ramp.ramp_steps + last_steps, replicas=replicas)
 
 
@@ -137,7 +182,10 @@ def _read_clock(readings: Sequence[float], plan: RampPlan) -> Clocked:
         seconds=known[-1] - start,
         first_seconds=first - start,
         row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / num_rows,
-        step_seconds=sum((end - begin) * statistics.median(step_times[begin:end]) for begin, end in itertools.pairwise(bounds)),
+        step_seconds=sum(
+            (end - begin) * statistics.median(step_times[begin:end])
+            for begin, end in itertools.pairwise(bounds)
+        ),
     )
 
 
@@ -155,37 +203,61 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
     ideal, cpu_ideal = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
     least_ideal = _ideal([trip.wall for of in trips.values() for trip in of], plan)
 
-    def row(name: str, clocked: Clocked, work: Clocked, of: Sequence[Trip]) -> dict[str, Any]:
+    def row(
+        name: str, clocked: Clocked, work: Clocked, of: Sequence[Trip]
+    ) -> dict[str, Any]:
         return {
             "system": name,
             "seconds": clocked.seconds,
-            "spread": Seconds(all=tuple(trip.wall.seconds for trip in of)).spread if of else None,
+            "spread": Seconds(all=tuple(trip.wall.seconds for trip in of)).spread
+            if of
+            else None,
             "over_ideal": clocked.seconds / ideal.seconds,
-            "least_over_ideal": min(trip.wall.seconds for trip in of) / least_ideal.seconds if of else 1.0,
-            "over_own": statistics.median(trip.wall.over_own for trip in of) if of else 1.0,
+            "least_over_ideal": min(trip.wall.seconds for trip in of)
+            / least_ideal.seconds
+            if of
+            else 1.0,
+            "over_own": statistics.median(trip.wall.over_own for trip in of)
+            if of
+            else 1.0,
             "times_ours": clocked.seconds / wall[FIXED].seconds,
             "compilations": max(trip.compilations for trip in of) if of else 1,
             "first_compile_s": clocked.first_seconds,
             "row_ms": clocked.row_seconds * 1e3,
             "cpu_s": work.seconds,
             "cpu_over_ideal": work.seconds / cpu_ideal.seconds,
-            "cpu_over_own": statistics.median(trip.cpu.over_own for trip in of) if of else 1.0,
+            "cpu_over_own": statistics.median(trip.cpu.over_own for trip in of)
+            if of
+            else 1.0,
         }
 
-    return [row("ideal", ideal, cpu_ideal, ()), *(row(name, wall[name], cpu[name], of) for name, of in trips.items())]
+    return [
+        row("ideal", ideal, cpu_ideal, ()),
+        *(row(name, wall[name], cpu[name], of) for name, of in trips.items()),
+    ]
 
 
 def _median(trips: Sequence[Clocked]) -> Clocked:
     names = [field.name for field in fields(Clocked)]
-    return Clocked(**{name: statistics.median(getattr(trip, name) for trip in trips) for name in names})
+    return Clocked(
+        **{
+            name: statistics.median(getattr(trip, name) for trip in trips)
+            for name in names
+        }
+    )
 
 
 def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
     """Return one compilation and then every row at the best rate of any system."""
     found = list(trips)
-    first, row = min(trip.first_seconds for trip in found), min(trip.row_seconds for trip in found)
+    first, row = (
+        min(trip.first_seconds for trip in found),
+        min(trip.row_seconds for trip in found),
+    )
     steps = plan.consumed_samples * row
-    return Clocked(seconds=first + steps, first_seconds=first, row_seconds=row, step_seconds=steps)
+    return Clocked(
+        seconds=first + steps, first_seconds=first, row_seconds=row, step_seconds=steps
+    )
 
 
 # Phase changes: every step is waited for, and the steps at a change are compared with the others.
@@ -195,7 +267,9 @@ def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
 class Steps:
     """The steps of one contender's run."""
 
-    seconds: tuple[float, ...]  # time of every step with its batch, until its loss is known
+    seconds: tuple[
+        float, ...
+    ]  # time of every step with its batch, until its loss is known
     microbatch_sizes: tuple[int, ...]  # microbatch size of every step
     compilations: int  # programs compiled for the step
     num_late: int = 0  # steps that ran in the shape of an earlier phase
@@ -204,32 +278,54 @@ class Steps:
         """Return the steps, after the first, at which the phase or the microbatch size changes."""
         first = {phase.start_step for phase in plan.ramp.phases}
         sizes = self.microbatch_sizes
-        return [i for i in range(1, len(sizes)) if i in first or sizes[i] != sizes[i - 1]]
+        return [
+            i for i in range(1, len(sizes)) if i in first or sizes[i] != sizes[i - 1]
+        ]
 
     def over_median(self, step: int, plan: RampPlan) -> float:
         """Return a step's time over the median of the steps of the same phase and microbatch size."""
         phase, size = plan.position(step).phase, self.microbatch_sizes[step]
         steps = enumerate(zip(self.seconds, self.microbatch_sizes, strict=True))
-        same = (seconds for i, (seconds, other) in steps if other == size and plan.position(i).phase == phase)
+        same = (
+            seconds
+            for i, (seconds, other) in steps
+            if other == size and plan.position(i).phase == phase
+        )
         return self.seconds[step] / statistics.median(same)
 
     def slowest_change(self, plan: RampPlan, later: int = 0) -> float:
         """Return the largest `over_median` of the steps at a change, or a number of steps later, as a control."""
-        return max(self.over_median(min(step + later, len(self.seconds) - 1), plan) for step in self.changes(plan))
+        return max(
+            self.over_median(min(step + later, len(self.seconds) - 1), plan)
+            for step in self.changes(plan)
+        )
 
 
 def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Run a ramp of three phases with every contender in turn, step by step."""
     device = jax.devices()[0]
     problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
-    steps = QUICK_STEPS if quick else CPU_STEPS if device.platform == "cpu" else DEVICE_STEPS
+    steps = (
+        QUICK_STEPS
+        if quick
+        else CPU_STEPS
+        if device.platform == "cpu"
+        else DEVICE_STEPS
+    )
     plan = transition_plan(problem, *steps)
     found: dict[str, list[Steps]] = {name: [] for name in CONTENDERS}
     measured = Measurements(rounds * len(CONTENDERS), on_row)
     with no_compilation_cache():
         for name in in_turns(CONTENDERS, rounds):
             found[name].append(timed_steps(name, problem, plan))
-            measured.add([{"system": name, "slowest_change": found[name][-1].slowest_change(plan)}])
+            measured.add(
+                [
+                    {
+                        "system": name,
+                        "slowest_change": found[name][-1].slowest_change(plan),
+                    }
+                ]
+            )
     return BenchResult(
         name="transition",
         title="the slowest step at a phase change over the median step of its phase",
@@ -273,19 +369,30 @@ def timed_steps(name: str, problem: Problem, plan: RampPlan) -> Steps:
     )
 
 
-def transition_rows(found: Mapping[str, Sequence[Steps]], plan: RampPlan) -> list[dict[str, Any]]:
+def transition_rows(
+    found: Mapping[str, Sequence[Steps]], plan: RampPlan
+) -> list[dict[str, Any]]:
     """Return a row for every contender, from its runs."""
-    changes = {name: Seconds(all=tuple(steps.slowest_change(plan) for steps in runs)) for name, runs in found.items()}
+    changes = {
+        name: Seconds(all=tuple(steps.slowest_change(plan) for steps in runs))
+        for name, runs in found.items()
+    }
     return [
         {
             "system": name,
             "slowest_change": changes[name].median,
             "spread": changes[name].spread,
             "least": min(changes[name].all),
-            "control": statistics.median(steps.slowest_change(plan, later=CONTROL) for steps in runs),
+            "control": statistics.median(
+                steps.slowest_change(plan, later=CONTROL) for steps in runs
+            ),
             "times_ours": changes[name].median / changes[FIXED].median,
-            "slowest_ms": 1e3 * statistics.median(max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs),
-            "median_ms": 1e3 * statistics.median(second for steps in runs for second in steps.seconds),
+            "slowest_ms": 1e3
+            * statistics.median(
+                max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs
+            ),
+            "median_ms": 1e3
+            * statistics.median(second for steps in runs for second in steps.seconds),
             "late_steps": statistics.median(steps.num_late for steps in runs),
             "compilations": max(steps.compilations for steps in runs),
         }

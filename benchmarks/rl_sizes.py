@@ -27,14 +27,31 @@ def make(prompts, micro, groups):
     plan = RolloutPlan(
         rollout_batch=Size(count=prompts, unit="prompts"),
         samples_per_prompt=RESPONSES,
-        policy=Training(mini_batch=Size(count=prompts, unit="prompts"), microbatch=Size(count=micro, unit="prompts")),
+        policy=Training(
+            mini_batch=Size(count=prompts, unit="prompts"),
+            microbatch=Size(count=micro, unit="prompts"),
+        ),
         num_steps=10**6,
     )
     model = LanguageModel.from_config(RolloutConfig(), vocab_size=256)
-    options = RolloutOptions(max_prompt_length=LENGTHS[0], max_response_length=LENGTHS[1], zero_spread_groups=groups)
+    options = RolloutOptions(
+        max_prompt_length=LENGTHS[0],
+        max_response_length=LENGTHS[1],
+        zero_spread_groups=groups,
+    )
     mesh = make_mesh(devices=jax.devices()[:1])
-    step = rollout_step(model, optax.adamw(1e-3), plan, mesh, reward=lambda p, r: [0.0] * len(p), options=options)
-    state, rng = step.create_state(jax.jit(model.init)(jax.random.key(0))), np.random.default_rng(0)
+    step = rollout_step(
+        model,
+        optax.adamw(1e-3),
+        plan,
+        mesh,
+        reward=lambda p, r: [0.0] * len(p),
+        options=options,
+    )
+    state, rng = (
+        step.create_state(jax.jit(model.init)(jax.random.key(0))),
+        np.random.default_rng(0),
+    )
     experience = {name: np.zeros_like(x) for name, x in state.experience.items()}
     experience["tokens"][:] = rng.integers(1, 256, experience["tokens"].shape)
     for name in ("attention_mask", "response_mask"):
@@ -57,22 +74,40 @@ def timed(step, state, groups):
 
 def main(steps, micro):
     """Print the seconds per sample of both, and their quotient."""
-    sizes = np.random.default_rng(0).integers(2 * MEAN - MOST, MOST + 1, steps // 2).tolist()
+    sizes = (
+        np.random.default_rng(0)
+        .integers(2 * MEAN - MOST, MOST + 1, steps // 2)
+        .tolist()
+    )
     sizes += [2 * MEAN - size for size in sizes]  # the mean is exact
-    runs = {"fixed": [*make(MEAN, micro, "keep")], "varying": [*make(MOST, micro, "drop")]}
+    runs = {
+        "fixed": [*make(MEAN, micro, "keep")],
+        "varying": [*make(MOST, micro, "drop")],
+    }
     seconds = {"fixed": [], "varying": []}
     for number, size in enumerate([MEAN, MEAN, *sizes]):
-        for name, groups in (("fixed", MEAN), ("varying", size))[:: 1 if number % 2 else -1]:
+        for name, groups in (("fixed", MEAN), ("varying", size))[
+            :: 1 if number % 2 else -1
+        ]:
             step, state = runs[name]
             runs[name][1], took = timed(step, state, groups)
             seconds[name].append(took)
     # The first two compile.
-    totals = {name: np.sum(took[2:], axis=0) / (sum(sizes) * RESPONSES) for name, took in seconds.items()}
+    totals = {
+        name: np.sum(took[2:], axis=0) / (sum(sizes) * RESPONSES)
+        for name, took in seconds.items()
+    }
     for number, clock in enumerate(("the clock", "the CPU")):
         fixed, varying = (1e3 * totals[name][number] for name in ("fixed", "varying"))
-        print(f"ms per sample by {clock}: fixed {fixed:.4f}, varying {varying:.4f}, quotient {varying / fixed:.3f}")
-    print(f"rows computed per sample: {sum(-(-size // micro) * micro for size in sizes) / sum(sizes):.3f}")
-    print("programs", {name: run[0].compilations["update"] for name, run in runs.items()})
+        print(
+            f"ms per sample by {clock}: fixed {fixed:.4f}, varying {varying:.4f}, quotient {varying / fixed:.3f}"
+        )
+    print(
+        f"rows computed per sample: {sum(-(-size // micro) * micro for size in sizes) / sum(sizes):.3f}"
+    )
+    print(
+        "programs", {name: run[0].compilations["update"] for name, run in runs.items()}
+    )
 
 
 if __name__ == "__main__":

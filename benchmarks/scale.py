@@ -17,9 +17,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-from contenders import FIXED, PER_PHASE, POLICIES, QUICK, SMALL, Problem, baseline, plan_for, start_rampup, stepper
+from contenders import (
+    FIXED,
+    PER_PHASE,
+    POLICIES,
+    QUICK,
+    SMALL,
+    Problem,
+    baseline,
+    plan_for,
+    start_rampup,
+    stepper,
+)
 from maxtext_baselines import MakeManager, manager_ramp, maxtext_manager
-from measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, main, run_file, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    Seconds,
+    ignore_row,
+    main,
+    run_file,
+    take_turns,
+)
 
 from rampup.data.batches import step_batches
 from rampup.engine.mesh import batch_sharding, make_mesh, process_rows
@@ -36,7 +57,18 @@ QUICK_PLANNED_DEVICES, QUICK_PHASES = (4_096,), 100
 FIRST_STEPS = 1_000_000
 REPLAYED = 300_000
 MICROBATCHES = 4
-COLUMNS = ("case", "devices", "processes", "phases", "ms", "spread", "peer_ms", "ratio", "peak_bytes", "compilations")
+COLUMNS = (
+    "case",
+    "devices",
+    "processes",
+    "phases",
+    "ms",
+    "spread",
+    "peer_ms",
+    "ratio",
+    "peak_bytes",
+    "compilations",
+)
 COLUMNS += ("rows_here", "loss_difference")
 
 
@@ -44,7 +76,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     """Start runs of one, two and four processes, and plan for thousands of devices."""
     manager, origin = maxtext_manager()
     rounds, processes = 3 if quick else ROUNDS, QUICK_PROCESSES if quick else PROCESSES
-    devices, phases = (QUICK_PLANNED_DEVICES, QUICK_PHASES) if quick else (PLANNED_DEVICES, PHASES)
+    devices, phases = (
+        (QUICK_PLANNED_DEVICES, QUICK_PHASES) if quick else (PLANNED_DEVICES, PHASES)
+    )
     found = Measurements(len(processes) + 2 * len(devices), on_row)
     found.add(process_table(processes, rounds, quick=quick))
     for num_devices in devices:
@@ -65,13 +99,18 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     )
 
 
-def process_table(numbers: tuple[int, ...], rounds: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+def process_table(
+    numbers: tuple[int, ...], rounds: int, *, quick: bool
+) -> Iterator[dict[str, Any]]:
     """Yield a row for every number of processes."""
     losses: list[float] = []
     for number in numbers:
         found = run_processes(number, rounds, quick=quick)
         losses = losses or found["losses"]
-        seconds, baseline_seconds = Seconds(all=tuple(found["seconds"])), Seconds(all=tuple(found["peer_seconds"]))
+        seconds, baseline_seconds = (
+            Seconds(all=tuple(found["seconds"])),
+            Seconds(all=tuple(found["peer_seconds"])),
+        )
         yield {
             "case": "training step",
             "devices": FAKE_DEVICES,
@@ -82,7 +121,10 @@ def process_table(numbers: tuple[int, ...], rounds: int, *, quick: bool) -> Iter
             "ratio": seconds.median / baseline_seconds.median,
             "compilations": found["compilations"],
             "rows_here": found["rows"],
-            "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True)),
+            "loss_difference": max(
+                abs(a - b) / abs(b)
+                for a, b in zip(found["losses"], losses, strict=True)
+            ),
         }
 
 
@@ -91,8 +133,13 @@ def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    sizes, last = (str(FAKE_DEVICES), str(number)), (address, str(rounds), "quick" if quick else "full")
-    return run_file(__file__, *([CHILD, *sizes, str(place), *last] for place in range(number)))
+    sizes, last = (
+        (str(FAKE_DEVICES), str(number)),
+        (address, str(rounds), "quick" if quick else "full"),
+    )
+    return run_file(
+        __file__, *([CHILD, *sizes, str(place), *last] for place in range(number))
+    )
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, Any]:
@@ -105,7 +152,10 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
     take_step, losses = stepper(step, state), list[float]()
     plain, plain_state = baseline("plain", problem, plan, mesh)
     batch_B = jax.tree.map(
-        lambda x: jax.make_array_from_callback(x.shape, batch_sharding(mesh), lambda index: x[index]), source.arrays
+        lambda x: jax.make_array_from_callback(
+            x.shape, batch_sharding(mesh), lambda index: x[index]
+        ),
+        source.arrays,
     )
 
     def baseline_step() -> None:
@@ -114,7 +164,9 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
         loss.block_until_ready()
 
     rampup_step = lambda: losses.append(float(take_step(batch)[1]["loss"]))  # noqa: E731
-    times = take_turns({"rampup": rampup_step, "baseline": baseline_step}, rounds=rounds)
+    times = take_turns(
+        {"rampup": rampup_step, "baseline": baseline_step}, rounds=rounds
+    )
     return {
         "seconds": times["rampup"].all,
         "peer_seconds": times["baseline"].all,
@@ -126,19 +178,31 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
 
 def measure_in_process(arguments: list[str]) -> None:
     """Join the other processes, time the step, and print the result if this is the first process."""
-    num_devices, num_processes, number, rounds = (int(arguments[n]) for n in (0, 1, 2, 4))
+    num_devices, num_processes, number, rounds = (
+        int(arguments[n]) for n in (0, 1, 2, 4)
+    )
     if num_devices % num_processes:
-        raise SystemExit(f"{num_devices} devices cannot be shared by {num_processes} processes")
+        raise SystemExit(
+            f"{num_devices} devices cannot be shared by {num_processes} processes"
+        )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
     if num_processes > 1:
-        join(coordinator_address=arguments[3], num_processes=num_processes, process_id=number)
-    found = measure(QUICK if arguments[5] == "quick" else replace(SMALL, rows=1), rounds)
+        join(
+            coordinator_address=arguments[3],
+            num_processes=num_processes,
+            process_id=number,
+        )
+    found = measure(
+        QUICK if arguments[5] == "quick" else replace(SMALL, rows=1), rounds
+    )
     if number == 0:
         print(json.dumps(found), flush=True)
 
 
-def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: int) -> Iterator[dict[str, Any]]:
+def planning_rows(
+    num_devices: int, phases: int, manager: MakeManager, rounds: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for a plan of one shape and for one of a shape per phase."""
     config = SimpleNamespace(
         per_device_batch_size_start=1,
@@ -155,7 +219,9 @@ def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: i
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        times = take_turns({"rampup": make, "replay": lambda: manager(config, REPLAYED)}, rounds=rounds)
+        times = take_turns(
+            {"rampup": make, "replay": lambda: manager(config, REPLAYED)}, rounds=rounds
+        )
         replay = times["replay"].median * plan.ramp.ramp_steps / REPLAYED
         yield {
             "case": f"plan, {policy}",
@@ -172,7 +238,9 @@ def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: i
 
 def _make_plan(config: Any, policy: RampupMicrobatch) -> RampPlan:
     ramp = manager_ramp(config)
-    plan = plan_for(ramp, 2 * ramp.ramp_steps, replicas=config.num_target_devices, policy=policy)
+    plan = plan_for(
+        ramp, 2 * ramp.ramp_steps, replicas=config.num_target_devices, policy=policy
+    )
     plan.position(plan.total_steps - 1)
     return plan
 

@@ -28,7 +28,15 @@ from contenders import (
     start_rampup,
 )
 from jax.sharding import Mesh
-from measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, main, take_turns
+from measure import (
+    ROUNDS,
+    BenchResult,
+    Measurements,
+    OnRow,
+    ignore_row,
+    main,
+    take_turns,
+)
 
 from rampup.engine.mesh import make_mesh, replicated
 from rampup.lm.transformer import LanguageModel
@@ -36,7 +44,10 @@ from rampup.lm.transformer import LanguageModel
 HAND, RAMPUP, STREAM = "hand-written scan", "rampup", "rampup, stream of rows"
 SYSTEMS = (HAND, RAMPUP, STREAM, MULTI_STEPS, MICROBATCHING)
 # The way of the README, and its peer, without a wait in every step: the host prepares the next steps while the device computes.
-BATCHES, HAND_AHEAD = "rampup, step.batches(rows)", "hand-written scan, without a wait in every step"
+BATCHES, HAND_AHEAD = (
+    "rampup, step.batches(rows)",
+    "hand-written scan, without a wait in every step",
+)
 AHEAD = (HAND_AHEAD, BATCHES)
 AHEAD_STEPS = 32
 MICROBATCHES = 8
@@ -56,7 +67,11 @@ class Linear:
 
     def loss(self, params: Any, batch: Any, keys: Any = None) -> Any:  # noqa: ARG002 - as that of a language model
         """Return the squared error, the number of rows and no further sums."""
-        return jnp.sum((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2), batch["y"].size, {}
+        return (
+            jnp.sum((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2),
+            batch["y"].size,
+            {},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +93,24 @@ LINEAR = LinearProblem(name="linear", tokens=1, rows=4)
 # Problem -> rounds: more for shorter steps, whose times vary more.
 PROBLEMS = {
     LINEAR: 2000,
-    replace(SMALL, name="0.6M", model=replace(SMALL.model, num_layers=3, mlp_dim=384), tokens=32, rows=4): 200,
+    replace(
+        SMALL,
+        name="0.6M",
+        model=replace(SMALL.model, num_layers=3, mlp_dim=384),
+        tokens=32,
+        rows=4,
+    ): 200,
     replace(
         SMALL,
         name="9M",
-        model=LanguageModel(num_layers=6, width=384, mlp_dim=896, num_heads=6, num_kv_heads=3, vocab_size=256),
+        model=LanguageModel(
+            num_layers=6,
+            width=384,
+            mlp_dim=896,
+            num_heads=6,
+            num_kv_heads=3,
+            vocab_size=256,
+        ),
         tokens=32,
         rows=4,
     ): 60,
@@ -97,7 +125,9 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
     for problem, rounds in rounds_of.items():
         for systems, steps in ((SYSTEMS, 1), (AHEAD, AHEAD_STEPS)):
             candidates = {name: build(name, problem, mesh, steps) for name in systems}
-            times = take_turns(candidates, rounds=max(rounds // steps, 3), warm_up=ROUNDS)
+            times = take_turns(
+                candidates, rounds=max(rounds // steps, 3), warm_up=ROUNDS
+            )
             hand = times[systems[0]]
             found.add(
                 {
@@ -107,7 +137,10 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
                     "spread": times[name].spread,
                     "over_hand": times[name].median / hand.median,
                     # Neighbours in time share the disturbances of other processes.
-                    "paired": statistics.median(own / other for own, other in zip(times[name].all, hand.all, strict=True)),
+                    "paired": statistics.median(
+                        own / other
+                        for own, other in zip(times[name].all, hand.all, strict=True)
+                    ),
                 }
                 for name in systems
             )
@@ -130,20 +163,33 @@ def build(name: str, problem: Problem, mesh: Mesh, steps: int = 1) -> Callable[[
     """Return a function that takes the next steps of a system and returns the new parameters when they are there."""
     plan = replace(problem.plan(MICROBATCHES, mesh), total_steps=10**6)
     arrays = problem.source(plan.ramp.sizes[0]).arrays
-    rows = [{key: x[number] for key, x in arrays.items()} for number in range(plan.ramp.sizes[0])]
+    rows = [
+        {key: x[number] for key, x in arrays.items()}
+        for number in range(plan.ramp.sizes[0])
+    ]
     if name in (RAMPUP, STREAM, BATCHES):
         train, state = start_rampup(problem, plan, mesh)
-        batches = train.batches(rows) if name == BATCHES else train.stream(rows[n % len(rows)] for n in range(10**9))
+        batches = (
+            train.batches(rows)
+            if name == BATCHES
+            else train.stream(rows[n % len(rows)] for n in range(10**9))
+        )
 
         def rampup_step() -> Any:
             nonlocal state
             for _ in range(steps):
-                state, metrics = train(state, train.batch(stack(rows)) if name == RAMPUP else next(batches))
+                state, metrics = train(
+                    state, train.batch(stack(rows)) if name == RAMPUP else next(batches)
+                )
             return jax.block_until_ready((state.params, metrics))[0]
 
         return rampup_step
     if name in (HAND, HAND_AHEAD):
-        step = jax.jit(scanned(problem, bench_optimizer()), donate_argnums=0, out_shardings=replicated(mesh))
+        step = jax.jit(
+            scanned(problem, bench_optimizer()),
+            donate_argnums=0,
+            out_shardings=replicated(mesh),
+        )
         first = new_state(problem, bench_optimizer(), mesh)
     else:
         step, first = baseline(name, problem, plan, mesh)
@@ -153,7 +199,14 @@ def build(name: str, problem: Problem, mesh: Mesh, steps: int = 1) -> Callable[[
         for _ in range(steps):
             batch_B = stack(rows)
             if name in (HAND, HAND_AHEAD):
-                calls = [({key: x.reshape(MICROBATCHES, -1, *x.shape[1:]) for key, x in batch_B.items()},)]
+                calls = [
+                    (
+                        {
+                            key: x.reshape(MICROBATCHES, -1, *x.shape[1:])
+                            for key, x in batch_B.items()
+                        },
+                    )
+                ]
             else:
                 calls = baseline_calls(name, batch_B, plan)
             for arguments in calls:

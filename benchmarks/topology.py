@@ -34,7 +34,12 @@ from contenders import (
 from measure import BenchResult, Measurements, OnRow, ignore_row, print_result
 from rich.console import Console
 
-from rampup.batch_size.design_model import PUBLISHED_GROWTH, DesignModel, NoiseCurve, StepTimes
+from rampup.batch_size.design_model import (
+    PUBLISHED_GROWTH,
+    DesignModel,
+    NoiseCurve,
+    StepTimes,
+)
 from rampup.batch_size.scaling_laws import ADVISED, OVERHEADS, suggest_batch
 from rampup.config.load import load_config
 from rampup.engine.accumulate import multi_steps
@@ -48,14 +53,29 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.tune.programs import Programs
-from rampup.tune.topology import Compiled, Target, compile_on, compiler_version, topology_devices, use_cpu_as_host
+from rampup.tune.topology import (
+    Compiled,
+    Target,
+    compile_on,
+    compiler_version,
+    topology_devices,
+    use_cpu_as_host,
+)
 
 SCAN = "scan over microbatches"
 SYSTEMS = (FIXED, JIT, MULTI_STEPS, MICROBATCHING, SCAN)
 # A ramp of 4, 8, 12 and 16 rows of a device, in microbatches of 4.
 MICROBATCH, NUM_PHASES = 4, 4
 # Its model, with matrix products in bfloat16.
-MODEL = LanguageModel(num_layers=4, width=128, mlp_dim=512, num_heads=4, num_kv_heads=4, vocab_size=256, dtype="bfloat16")
+MODEL = LanguageModel(
+    num_layers=4,
+    width=128,
+    mlp_dim=512,
+    num_heads=4,
+    num_kv_heads=4,
+    vocab_size=256,
+    dtype="bfloat16",
+)
 TOKENS = 128
 
 # Whole runs on paper: the presets by their parameters, with samples so short that many chips can share a small batch.
@@ -65,7 +85,9 @@ COMPILED_FOR, NUM_CHIPS = "v5p:4x4x4", (64, 256, 1024)
 CHIP_ROWS = (1, 2, 4, 8, 16, 32)
 
 
-def run(topology: Topology, *, problem: Problem | None = None, on_row: OnRow = ignore_row) -> BenchResult:
+def run(
+    topology: Topology, *, problem: Problem | None = None, on_row: OnRow = ignore_row
+) -> BenchResult:
     """Compile the last phase of a ramp with every system, all devices on the data axis."""
     problem = problem or Problem(name="1M", model=MODEL, tokens=TOKENS, rows=MICROBATCH)
     found = Measurements(len(SYSTEMS), on_row)
@@ -90,7 +112,11 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
     answer, calls, trips, executables = compile_system(name, problem, topology)
     assert answer.memory is not None, answer.refusal
     assert answer.account is not None
-    reduced = [row for row in answer.account.collective_rows(trips) if row["kind"] in ("all-reduce", "reduce-scatter")]
+    reduced = [
+        row
+        for row in answer.account.collective_rows(trips)
+        if row["kind"] in ("all-reduce", "reduce-scatter")
+    ]
     return {
         "system": name,
         "executables": executables,
@@ -102,12 +128,20 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
     }
 
 
-def compile_system(name: str, problem: Problem, topology: Topology) -> tuple[Compiled, int, tuple[int, ...], int]:
+def compile_system(
+    name: str, problem: Problem, topology: Topology
+) -> tuple[Compiled, int, tuple[int, ...], int]:
     """Compile a system; return the answer, calls in a step, iterations of its open loops, and executables of the ramp."""
-    mesh, k, d = make_mesh(devices=topology_devices(topology)), NUM_PHASES, topology.num_devices
+    mesh, k, d = (
+        make_mesh(devices=topology_devices(topology)),
+        NUM_PHASES,
+        topology.num_devices,
+    )
     rows = problem.rows * d
     plan = RampPlan(
-        ramp=BatchRamp.from_schedule(" ".join(f"{4 * n * rows}:{(n + 1) * rows}" for n in range(k))),
+        ramp=BatchRamp.from_schedule(
+            " ".join(f"{4 * n * rows}:{(n + 1) * rows}" for n in range(k))
+        ),
         splitter=BatchSplitter(data_parallel_size=d, microbatch_size=problem.rows),
         num_devices=d,
         total_steps=100,
@@ -116,33 +150,54 @@ def compile_system(name: str, problem: Problem, topology: Topology) -> tuple[Com
     params = jax.eval_shape(problem.model.init, jax.random.key(0))
 
     def place(tree: Any, sharding: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
 
     def batch(*leading: int, within: int = 0) -> Mapping[str, Any]:
-        shapes = {"tokens": ((*leading, problem.tokens + 1), np.int32), "length": (leading, np.int32)}
+        shapes = {
+            "tokens": ((*leading, problem.tokens + 1), np.int32),
+            "length": (leading, np.int32),
+        }
         sharding = batch_sharding(mesh, leading=within)
-        return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in shapes.items()}
+        return {
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for key, (shape, dtype) in shapes.items()
+        }
 
     target = Target(topology=topology)
     if name == FIXED:
         step = train_step(problem.model.loss, tx, plan, mesh)
-        state = TrainState(step=jnp.int32(0), params=params, opt_state=jax.eval_shape(tx.init, params))
+        state = TrainState(
+            step=jnp.int32(0), params=params, opt_state=jax.eval_shape(tx.init, params)
+        )
         row = {"tokens": np.zeros(problem.tokens + 1, np.int32), "length": np.int32(0)}
         lowered = step.lower(place(state, replicated(mesh)), row, plan.splits[-1])
-        return compile_on(target, lowered, mesh), 1, step.loop_trips(plan.splits[-1]), plan.num_compiled_shapes
+        return (
+            compile_on(target, lowered, mesh),
+            1,
+            step.loop_trips(plan.splits[-1]),
+            plan.num_compiled_shapes,
+        )
     calls, executables, more = 1, 1, ()  # type: int, int, tuple[Any, ...]
     made: StepFn
     if name == MULTI_STEPS:
         tx, calls = multi_steps(tx, plan), k
         made, arguments = big_batch(problem, tx), batch(rows)
     elif name == MICROBATCHING:
-        made, arguments, more = microbatched(problem, tx, rows), batch(k * rows), (np.int32(k),)
+        made, arguments, more = (
+            microbatched(problem, tx, rows),
+            batch(k * rows),
+            (np.int32(k),),
+        )
     elif name == SCAN:
         made, arguments, executables = scanned(problem, tx), batch(k, rows, within=1), k
     else:
         made, arguments, executables = big_batch(problem, tx), batch(k * rows), k
     state = place((params, jax.eval_shape(tx.init, params)), replicated(mesh))
-    lowered = jax.jit(made, donate_argnums=0, out_shardings=replicated(mesh)).lower(state, arguments, *more)
+    lowered = jax.jit(made, donate_argnums=0, out_shardings=replicated(mesh)).lower(
+        state, arguments, *more
+    )
     return compile_on(target, lowered, mesh), calls, (k,), executables
 
 
@@ -168,16 +223,29 @@ def hours(cache: Path | None = None) -> BenchResult:
     )
 
 
-def step_seconds(preset: str, topology: Topology, cache: Path | None = None) -> dict[int, float]:
+def step_seconds(
+    preset: str, topology: Topology, cache: Path | None = None
+) -> dict[int, float]:
     """Return the estimated seconds of a step by the samples of a chip, from the program of one sample."""
-    settings = [f"num_devices={topology.num_devices}", f"max_target_length={SHORT}", f"per_device_batch_size={CHIP_ROWS[-1]}"]
+    settings = [
+        f"num_devices={topology.num_devices}",
+        f"max_target_length={SHORT}",
+        f"per_device_batch_size={CHIP_ROWS[-1]}",
+    ]
     config = load_config(preset, [*settings, "enable_rampup_batch_size=false"])
-    programs = Programs(config, topology_devices(topology), target=Target(topology=topology, cache=cache))
+    programs = Programs(
+        config,
+        topology_devices(topology),
+        target=Target(topology=topology, cache=cache),
+    )
     answer = programs.answer(programs.size(1))
     assert answer.account is not None, answer.refusal
     one = answer.account.roofline(topology, programs.loop_trips(1, 1))
     busy = max(one.compute_seconds, one.memory_seconds)
-    return {rows: max(rows * busy, one.overlapped_seconds) + one.exposed_seconds for rows in CHIP_ROWS}
+    return {
+        rows: max(rows * busy, one.overlapped_seconds) + one.exposed_seconds
+        for rows in CHIP_ROWS
+    }
 
 
 def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str, Any]:
@@ -187,30 +255,70 @@ def hours_row(params: str, chips: int, seconds: Mapping[int, float]) -> dict[str
     times = StepTimes.fit({chips * rows: time for rows, time in seconds.items()})
     sizes, samples = [chips * rows for rows in seconds], tokens / SHORT
     found, saved = dict[str, Any](), list[float]()
-    for advised in (low / SHORT, high / SHORT, math.sqrt(low * high) / SHORT):  # the cells are of the last one
+    for advised in (
+        low / SHORT,
+        high / SHORT,
+        math.sqrt(low * high) / SHORT,
+    ):  # the cells are of the last one
         noise = advised / OVERHEADS[ADVISED]
         first = noise * samples**-PUBLISHED_GROWTH
-        model = DesignModel(noise=NoiseCurve(knots=((1.0, first), (samples, noise)), growth=PUBLISHED_GROWTH), times=times)
+        model = DesignModel(
+            noise=NoiseCurve(
+                knots=((1.0, first), (samples, noise)), growth=PUBLISHED_GROWTH
+            ),
+            times=times,
+        )
         ramp = model.best_schedule(sizes, progress=samples)
-        spent = {size: model.run(((0, size),), progress=samples).seconds / SECONDS_PER_HOUR for size in sizes}
-        fastest, large = min(spent, key=spent.__getitem__), min(sizes, key=lambda size: abs(math.log(size / advised)))
+        spent = {
+            size: model.run(((0, size),), progress=samples).seconds / SECONDS_PER_HOUR
+            for size in sizes
+        }
+        fastest, large = (
+            min(spent, key=spent.__getitem__),
+            min(sizes, key=lambda size: abs(math.log(size / advised))),
+        )
         constants = {"small": sizes[0], "large": large, "fastest": fastest}
-        found = {name: f"{size * SHORT:,}: {spent[size]:.3g}" for name, size in constants.items()}
+        found = {
+            name: f"{size * SHORT:,}: {spent[size]:.3g}"
+            for name, size in constants.items()
+        }
         ramp_hours = model.run(ramp, progress=samples).seconds / SECONDS_PER_HOUR
-        found["ramp"] = f"{ramp[0][1] * SHORT:,} to {ramp[-1][1] * SHORT:,}: {ramp_hours:.3g}"
+        found["ramp"] = (
+            f"{ramp[0][1] * SHORT:,} to {ramp[-1][1] * SHORT:,}: {ramp_hours:.3g}"
+        )
         saved.append(1 - ramp_hours / spent[fastest])
-    return {"model": params, "chips": chips, **found, "saved": f"{min(saved):.1%} to {max(saved):.1%}"}
+    return {
+        "model": params,
+        "chips": chips,
+        **found,
+        "saved": f"{min(saved):.1%} to {max(saved):.1%}",
+    }
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", default="v5e:4x4", help="TPU slices (default v5e:4x4)")
-    parser.add_argument("--hours", action="store_true", help="the hours of whole runs, from steps compiled for " + COMPILED_FOR)
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="keep what the compiler said, for another run of --hours")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--topology", default="v5e:4x4", help="TPU slices (default v5e:4x4)"
+    )
+    parser.add_argument(
+        "--hours",
+        action="store_true",
+        help="the hours of whole runs, from steps compiled for " + COMPILED_FOR,
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="keep what the compiler said, for another run of --hours",
+    )
     args = parser.parse_args()
     use_cpu_as_host()
-    result = hours(cache=args.cache) if args.hours else run(Topology.parse(args.topology))
+    result = (
+        hours(cache=args.cache) if args.hours else run(Topology.parse(args.topology))
+    )
     print_result(result, Console(highlight=False, markup=False))
 
 

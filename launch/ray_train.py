@@ -15,7 +15,14 @@ import os
 import threading
 
 import ray.train
-from ray.train import Checkpoint, CheckpointUploadMode, FailureConfig, Result, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointUploadMode,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 import rampup
@@ -26,18 +33,31 @@ STEPS_BETWEEN_LOOKS = 10
 
 def train(given: dict[str, rampup.Config]) -> None:
     """Train in a worker, which Ray has joined to the others, from the newest checkpoint to the end or to a preemption."""
-    logging.getLogger("absl").setLevel(logging.WARNING)  # Ray shows every message of a worker, also those about checkpoints
+    logging.getLogger("absl").setLevel(
+        logging.WARNING
+    )  # Ray shows every message of a worker, also those about checkpoints
     calls = itertools.count(1)
 
     def node_is_going() -> bool:
-        return next(calls) % STEPS_BETWEEN_LOOKS == 0 and ray.train.get_preemption_info() is not None
+        return (
+            next(calls) % STEPS_BETWEEN_LOOKS == 0
+            and ray.train.get_preemption_info() is not None
+        )
 
     config = given["config"]
-    summary = rampup.train(config, rampup.TrainProgress(log_period=config.log_period), should_stop=node_is_going)
+    summary = rampup.train(
+        config,
+        rampup.TrainProgress(log_period=config.log_period),
+        should_stop=node_is_going,
+    )
     # Every worker reports, and the first one says what. The checkpoint stays where it is.
     is_first, saved = ray.train.get_context().get_world_rank() == 0, summary.checkpoint
     ray.train.report(
-        {"steps": summary.steps, "loss": summary.final_loss, "resumed_from": summary.resumed_from},
+        {
+            "steps": summary.steps,
+            "loss": summary.final_loss,
+            "resumed_from": summary.resumed_from,
+        },
         checkpoint=Checkpoint(saved) if is_first and saved else None,
         checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
@@ -48,18 +68,30 @@ def train(given: dict[str, rampup.Config]) -> None:
 
 def main(words: list[str] | None = None) -> Result:
     """Start the workers, wait until the run is done, and return what they reported."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", help="a YAML file, or the name of a shipped one")
     parser.add_argument("settings", nargs="*", metavar="key=value")
-    parser.add_argument("--workers", type=int, nargs="+", required=True, help="their number, or the smallest and the largest")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        required=True,
+        help="their number, or the smallest and the largest",
+    )
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="gpu")
-    parser.add_argument("--per-worker", type=int, default=1, help="CPUs, GPUs or chips of a worker")
+    parser.add_argument(
+        "--per-worker", type=int, default=1, help="CPUs, GPUs or chips of a worker"
+    )
     parser.add_argument("--topology", help="of a TPU slice, such as 4x4")
     parser.add_argument("--accelerator-type", help="of a TPU slice, such as TPU-V6E")
     given = parser.parse_intermixed_args(words)
     config = rampup.load_config(given.config, given.settings)
     if not config.run_name:
-        parser.error("run_name=NAME is needed: it tells workers that start again which run they resume")
+        parser.error(
+            "run_name=NAME is needed: it tells workers that start again which run they resume"
+        )
     smallest, largest = given.workers[0], given.workers[-1]
     tpu, gpu = given.device == "tpu", given.device == "gpu"
     try:
@@ -87,7 +119,9 @@ def main(words: list[str] | None = None) -> Result:
             name=config.run_name,
             # A worker that dies, or an error. A node that goes after a notice does not count.
             failure_config=FailureConfig(max_failures=10),
-            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}} if given.device == "cpu" else {},
+            worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}}
+            if given.device == "cpu"
+            else {},
         ),
     )
     return trainer.fit()

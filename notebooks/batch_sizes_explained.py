@@ -25,16 +25,26 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-packages = {package.name: package.version for package in importlib.metadata.distributions()}
+packages = {
+    package.name: package.version for package in importlib.metadata.distributions()
+}
 if "rampup" not in packages:
     # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    clone = next(
+        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
+    )
     if clone is None:
-        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
+        raise RuntimeError(
+            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+        )
     source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
-    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    kept = [
+        f"{name}=={version}"
+        for name, version in packages.items()
+        if name.startswith("jax") or name == "libtpu"
+    ]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
     # %pip install -q -c {constraints} "{source}"
@@ -60,7 +70,9 @@ from rampup.rl.plan import Size, Training
 from rampup.show.figures import draw_batch, draw_memory
 
 found = jax.devices()
-print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
+print(
+    f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}"
+)
 print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 folder = Path(tempfile.mkdtemp())
 
@@ -99,7 +111,10 @@ rollout_micro_batch_size: 16
 rl: {num_generations: 8, num_iterations: 1}
 """)
 # Not in the files: trlX gets the number of processes from its launcher, and MaxText the number of devices from the machine.
-stated = {"trlx": ["num_processes=8", "num_prompts=6400"], "maxtext_rl": ["num_devices=8", "num_prompts=1600"]}
+stated = {
+    "trlx": ["num_processes=8", "num_prompts=6400"],
+    "maxtext_rl": ["num_devices=8", "num_prompts=1600"],
+}
 verdicts = {
     system: rampup.check_file(folder / f"{system}.yml", system, stated.get(system, []))
     for system in ("skyrl", "verl", "trlx", "maxtext_rl")
@@ -116,9 +131,16 @@ SYSTEMS = ("", "SkyRL", "veRL", "trlX", "MaxText RL")
 
 def show_table(*rows):
     """Show rows of text; the first row is the heading."""
-    head, *body = ("".join(f"<td style='text-align:left'>{cell}</td>" for cell in row) for row in rows)
+    head, *body = (
+        "".join(f"<td style='text-align:left'>{cell}</td>" for cell in row)
+        for row in rows
+    )
     lines = "".join(f"<tr>{row}</tr>" for row in body)
-    display(HTML(f"<table><thead><tr style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"))
+    display(
+        HTML(
+            f"<table><thead><tr style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        )
+    )
 
 
 show_table(
@@ -165,7 +187,10 @@ FACTS = {
 }
 show_table(
     SYSTEMS,
-    *((meaning, *(f"{verdict.derived[name]:,}" for verdict in verdicts.values())) for name, meaning in FACTS.items()),
+    *(
+        (meaning, *(f"{verdict.derived[name]:,}" for verdict in verdicts.values()))
+        for name, meaning in FACTS.items()
+    ),
     ("what the run does", *(verdict.run for verdict in verdicts.values())),
 )
 
@@ -184,7 +209,9 @@ verdicts["trlx"]
 # %%
 # @title Your file
 FILE = ""  # @param {type:"string"}
-SYSTEM = "skyrl"  # @param ["skyrl", "verl", "trlx", "maxtext_rl", "maxtext", "megatron"]
+SYSTEM = (
+    "skyrl"  # @param ["skyrl", "verl", "trlx", "maxtext_rl", "maxtext", "megatron"]
+)
 SETTINGS = ""  # @param {type:"string"}
 
 if not FILE:
@@ -222,14 +249,28 @@ train_samples: 3000
 """)
 ramps = {
     "MaxText": rampup.check_file(folder / "maxtext.yml", "maxtext", ["num_devices=4"]),
-    "Megatron-LM": rampup.check_file(folder / "megatron.yml", "megatron", ["data_parallel_size=4"]),
+    "Megatron-LM": rampup.check_file(
+        folder / "megatron.yml", "megatron", ["data_parallel_size=4"]
+    ),
 }
 figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
-for (name, verdict), (color, line) in zip(ramps.items(), (("C0", "-"), ("C1", "--")), strict=True):
+for (name, verdict), (color, line) in zip(
+    ramps.items(), (("C0", "-"), ("C1", "--")), strict=True
+):
     starts = [phase["start_sample"] for phase in verdict.phases]
     sizes = [phase["global_batch_size"] for phase in verdict.phases]
-    axis.stairs(sizes, [*starts, 700], baseline=None, color=color, linestyle=line, linewidth=2, label=name)
-axis.set(xlabel="samples consumed", ylabel="samples per step", xlim=(0, 700), ylim=(0, 55))
+    axis.stairs(
+        sizes,
+        [*starts, 700],
+        baseline=None,
+        color=color,
+        linestyle=line,
+        linewidth=2,
+        label=name,
+    )
+axis.set(
+    xlabel="samples consumed", ylabel="samples per step", xlim=(0, 700), ylim=(0, 55)
+)
 axis.legend(frameon=False)
 plt.show()
 
@@ -262,7 +303,10 @@ try:
     rampup.RolloutPlan(
         rollout_batch=Size(count=64, unit="prompts"),
         samples_per_prompt=8,
-        policy=Training(mini_batch=Size(count=24, unit="prompts", key="mini_batch"), data_parallel_size=8),
+        policy=Training(
+            mini_batch=Size(count=24, unit="prompts", key="mini_batch"),
+            data_parallel_size=8,
+        ),
     )
 except rampup.RampupError as error:
     print(error)
@@ -280,27 +324,59 @@ SEQUENCES = 110  # @param {type:"integer"}
 TOKEN_BUDGET = 4096  # @param {type:"integer"}
 REPLICAS = 4  # @param {type:"integer"}
 
-lengths = np.clip(np.random.default_rng(0).lognormal(6.3, 0.8, SEQUENCES), 32, TOKEN_BUDGET).astype(int)
-packed = pack(lengths, TOKEN_BUDGET, make_ladder(TOKEN_BUDGET, 4), num_replicas=REPLICAS)
+lengths = np.clip(
+    np.random.default_rng(0).lognormal(6.3, 0.8, SEQUENCES), 32, TOKEN_BUDGET
+).astype(int)
+packed = pack(
+    lengths, TOKEN_BUDGET, make_ladder(TOKEN_BUDGET, 4), num_replicas=REPLICAS
+)
 padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
-print(f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}")
+print(
+    f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}"
+)
 
 # %%
 # @title The microbatches and their sequences
-figure, axes = plt.subplots(1, REPLICAS, figsize=(10, 3.2), sharey=True, layout="constrained", squeeze=False)
+figure, axes = plt.subplots(
+    1, REPLICAS, figsize=(10, 3.2), sharey=True, layout="constrained", squeeze=False
+)
 shades = ["#14375e", "#a9c4e4", "#5b7fb5", "#cfe0f3"]
 for replica, axis in enumerate(axes[0]):
     for place, shape in enumerate(packed.microbatch_shapes):
         left = 0
         for number, sequence in enumerate(packed.replicas[replica][place]):
-            axis.barh(place, lengths[sequence], left=left, color=shades[number % 4], edgecolor="white", linewidth=0.5)
+            axis.barh(
+                place,
+                lengths[sequence],
+                left=left,
+                color=shades[number % 4],
+                edgecolor="white",
+                linewidth=0.5,
+            )
             left += lengths[sequence]
-        axis.barh(place, shape - left, left=left, color="white", edgecolor="black", hatch="////", linewidth=0.5)
-    axis.set(xlabel="tokens", xlim=(0, TOKEN_BUDGET), xticks=[0, TOKEN_BUDGET // 2, TOKEN_BUDGET])
+        axis.barh(
+            place,
+            shape - left,
+            left=left,
+            color="white",
+            edgecolor="black",
+            hatch="////",
+            linewidth=0.5,
+        )
+    axis.set(
+        xlabel="tokens",
+        xlim=(0, TOKEN_BUDGET),
+        xticks=[0, TOKEN_BUDGET // 2, TOKEN_BUDGET],
+    )
     axis.set_title(f"replica {replica}", fontsize=10)
 axes[0][0].set(ylabel="microbatch", ylim=(packed.num_microbatches - 0.4, -0.6))
 axes[0][0].set_yticks(range(packed.num_microbatches))
-figure.suptitle("microbatches and their sequences; padding is hatched", x=0.01, ha="left", fontsize=10)
+figure.suptitle(
+    "microbatches and their sequences; padding is hatched",
+    x=0.01,
+    ha="left",
+    fontsize=10,
+)
 plt.show()
 
 # %% [markdown]
@@ -346,7 +422,9 @@ PARAMS = "6B"  # @param {type:"string"}
 TRAINER = "trlx"  # @param ["trlx", "skyrl", "verl", "maxtext_rl"]
 MEMORY_GIB = "80"  # @param {type:"string"}
 
-_ = main(["suggest", "--params", PARAMS, "--system", TRAINER, "--memory-gib", MEMORY_GIB])
+_ = main(
+    ["suggest", "--params", PARAMS, "--system", TRAINER, "--memory-gib", MEMORY_GIB]
+)
 
 # %% [markdown]
 # **So:** say *prompts per update*, *responses per prompt*, and *samples per device and pass*. Check a file before its run.

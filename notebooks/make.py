@@ -110,7 +110,9 @@ def _tags(cell: Any) -> list[str]:
 def _to_text(notebook: Any, form: str) -> str:
     """Return the text of a notebook without the version of jupytext, which differs from machine to machine."""
     text = jupytext.writes(copy.deepcopy(notebook), fmt=form)
-    text = re.sub(r"^#\s+(?:format_version|jupytext_version): .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"^#\s+(?:format_version|jupytext_version): .*\n", "", text, flags=re.MULTILINE
+    )
     return text.rstrip("\n") + "\n"
 
 

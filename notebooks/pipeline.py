@@ -26,16 +26,26 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-packages = {package.name: package.version for package in importlib.metadata.distributions()}
+packages = {
+    package.name: package.version for package in importlib.metadata.distributions()
+}
 if "rampup" not in packages:
     # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    clone = next(
+        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
+    )
     if clone is None:
-        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
+        raise RuntimeError(
+            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+        )
     source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
-    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    kept = [
+        f"{name}=={version}"
+        for name, version in packages.items()
+        if name.startswith("jax") or name == "libtpu"
+    ]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
     # %pip install -q -c {constraints} "{source}"
@@ -61,7 +71,9 @@ from rampup.plan.pipeline import pipeline_candidates
 from rampup.show.figures import draw_batch, draw_timetable
 
 found = jax.devices()
-print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
+print(
+    f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}"
+)
 print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 
 # %% [markdown]
@@ -77,7 +89,9 @@ print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 tables = {
     "gpipe": rampup.Timetable.build("gpipe", num_stages=4, num_microbatches=8),
     "1f1b": rampup.Timetable.build("1f1b", num_stages=4, num_microbatches=8),
-    "interleaved": rampup.Timetable.build("interleaved", num_stages=4, num_microbatches=8, num_repeats=2),
+    "interleaved": rampup.Timetable.build(
+        "interleaved", num_stages=4, num_microbatches=8, num_repeats=2
+    ),
     "zb-h1": rampup.Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
 }
 draw_timetable(tables["gpipe"], width=11)
@@ -107,7 +121,9 @@ draw_timetable(tables["zb-h1"], width=11)
 print(f"{'':12}{'idle':>8}{'time':>8}   microbatches kept, by stage")
 for name, table in tables.items():
     kept = ", ".join(f"{float(number):g}" for number in table.peak_live_microbatches)
-    print(f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}   {kept}")
+    print(
+        f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}   {kept}"
+    )
 
 # %%
 # @title Your own schedule
@@ -115,7 +131,11 @@ SCHEDULE = "1f1b"  # @param ["gpipe", "1f1b", "interleaved", "circular", "zb-h1"
 STAGES = 4  # @param {type:"integer"}
 MICROBATCHES = 4  # @param {type:"integer"}
 REPEATS = 1  # @param {type:"integer"}
-draw_timetable(rampup.Timetable.build(SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS))
+draw_timetable(
+    rampup.Timetable.build(
+        SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS
+    )
+)
 
 # %% [markdown]
 # ## The bubble of a growing batch
@@ -133,7 +153,9 @@ RAMP_SAMPLES = 1920  # @param {type:"integer"}
 
 num_stages = 4 if jax.device_count() % 4 == 0 else 1
 axes = rampup.MeshAxes(data=jax.device_count() // num_stages, pipeline=num_stages)
-ramp = rampup.BatchRamp.linear(start=START, increment=INCREMENT, end=END, samples=RAMP_SAMPLES)
+ramp = rampup.BatchRamp.linear(
+    start=START, increment=INCREMENT, end=END, samples=RAMP_SAMPLES
+)
 plan = rampup.RampPlan(
     ramp=ramp,
     splitter=rampup.BatchSplitter(data_parallel_size=axes.data, num_stages=num_stages),
@@ -156,7 +178,9 @@ draw_batch(plan)
 rng = np.random.default_rng(0)
 angle, side = 2 * np.pi * np.sqrt(rng.random(4096)), rng.integers(0, 2, 4096)
 radius = angle / (2 * np.pi) * np.where(side, 1, -1)
-points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).astype(np.float32)
+points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).astype(
+    np.float32
+)
 rows = [{"x": x, "y": y} for x, y in zip(points, side.astype(np.int32), strict=True)]
 
 
@@ -172,7 +196,9 @@ def stage(layers, x, batch, keys, first_layer):
 
 def last(params, x, batch, keys):
     """Return the sum of the losses, its weight, and no auxiliary sums."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        x @ params["out"], batch["y"]
+    )
     return losses.sum(), losses.size, {}
 
 
@@ -181,21 +207,34 @@ def train(plan, axes):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"in": (2, 32), "layers": (8, 32, 32), "out": (32, 2)}
     scales = {"in": 1.0, "layers": 0.1, "out": 0.2}
-    params = {name: scales[name] * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+    params = {
+        name: scales[name] * jax.random.normal(key, shapes[name])
+        for name, key in zip(shapes, keys, strict=True)
+    }
     mesh, tx = rampup.make_mesh(axes), optax.adam(0.005)
     if axes.pipeline > 1:
         loss_fn = rampup.PipelinedLoss(first=first, stage=stage, last=last)
     else:
 
         def loss_fn(params, batch, keys):
-            return last(params, stage(params["layers"], first(params, batch, keys), batch, keys, 0), batch, keys)
+            return last(
+                params,
+                stage(params["layers"], first(params, batch, keys), batch, keys, 0),
+                batch,
+                keys,
+            )
 
-    state, step = rampup.create_state(params, tx, mesh), rampup.train_step(loss_fn, tx, plan, mesh)
+    state, step = (
+        rampup.create_state(params, tx, mesh),
+        rampup.train_step(loss_fn, tx, plan, mesh),
+    )
     losses = []
     for batch in rampup.step_batches(rows, plan, mesh, seed=0):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
-    print(f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss {float(losses[-1]):.4f}, compiled {step.num_compilations}")
+    print(
+        f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss {float(losses[-1]):.4f}, compiled {step.num_compilations}"
+    )
     return np.array([float(loss) for loss in losses])
 
 
@@ -219,7 +258,14 @@ print(f"largest difference of a loss: {np.abs(pipelined - flat).max():.1e}")
 figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
 ends = [plan.ramp.samples_before(step + 1) for step in range(plan.total_steps)]
 axis.plot(ends, flat, color="C1", linewidth=4, alpha=0.6, label="without a pipeline")
-axis.plot(ends, pipelined, color="k", linestyle="--", linewidth=1.3, label=f"{num_stages} stages")
+axis.plot(
+    ends,
+    pipelined,
+    color="k",
+    linestyle="--",
+    linewidth=1.3,
+    label=f"{num_stages} stages",
+)
 axis.set(xlabel="samples consumed", ylabel="loss", xlim=(0, ends[-1]), ylim=(0, None))
 axis.legend(frameon=False)
 plt.show()
@@ -242,15 +288,25 @@ figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
 looks = ["o-", "s--", "^:", "D-.", "v-"]
 for text, look in zip(OVERHEADS.split(","), looks, strict=False):
     overhead = Fraction(text.strip())
-    choices = pipeline_candidates(SAMPLES, num_stages=STAGES_TO_CHOOSE_FOR, overhead=overhead, multiple=STAGES_TO_CHOOSE_FOR)
-    best, times = choices[0], {choice.num_pipeline_microbatches: choice.predicted_time for choice in choices}
+    choices = pipeline_candidates(
+        SAMPLES,
+        num_stages=STAGES_TO_CHOOSE_FOR,
+        overhead=overhead,
+        multiple=STAGES_TO_CHOOSE_FOR,
+    )
+    best, times = (
+        choices[0],
+        {choice.num_pipeline_microbatches: choice.predicted_time for choice in choices},
+    )
     microbatches = sorted(times)
     idle = f"m = {best.num_pipeline_microbatches}, b = {best.microbatch_size}, {float(best.bubble_fraction):.0%} idle"
     ratios = [float(times[m] / best.predicted_time) for m in microbatches]
     axis.plot(microbatches, ratios, look, label=f"h = {text.strip()}: {idle}")
 axis.set_xscale("log", base=2)
 axis.set_xticks(microbatches, [str(m) for m in microbatches])
-axis.set(xlabel="microbatches m of a step", ylabel="predicted time / fastest", ylim=(0.9, 3))
+axis.set(
+    xlabel="microbatches m of a step", ylabel="predicted time / fastest", ylim=(0.9, 3)
+)
 axis.legend(title="fastest m at overhead h", frameon=False)
 plt.show()
 
@@ -271,7 +327,9 @@ for overhead in (None, Fraction(1, 4)):
     print(f"overhead {overhead}")
     for phase, split in zip(chosen.ramp.phases, chosen.splits, strict=True):
         m, b = split.num_pipeline_microbatches, split.microbatch_size
-        print(f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2}, {3 / (m + 3):.0%} idle")
+        print(
+            f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2}, {3 / (m + 3):.0%} idle"
+        )
 
 # %% [markdown]
 # **So:** a small batch pays for its bubble. Look at the idle share of the first phases before you ramp through a

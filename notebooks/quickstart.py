@@ -31,16 +31,26 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-packages = {package.name: package.version for package in importlib.metadata.distributions()}
+packages = {
+    package.name: package.version for package in importlib.metadata.distributions()
+}
 if "rampup" not in packages:
     # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    clone = next(
+        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
+    )
     if clone is None:
-        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
+        raise RuntimeError(
+            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+        )
     source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
-    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    kept = [
+        f"{name}=={version}"
+        for name, version in packages.items()
+        if name.startswith("jax") or name == "libtpu"
+    ]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
     # %pip install -q -c {constraints} "{source}"
@@ -63,8 +73,12 @@ import rampup
 from rampup.show.figures import draw_batch
 
 found = jax.devices()
-print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
-print(f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup {rampup.__version__}")
+print(
+    f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}"
+)
+print(
+    f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup {rampup.__version__}"
+)
 
 # %% [markdown]
 # ## Plan the ramp
@@ -83,7 +97,10 @@ STEPS = 150  # @param {type:"integer"}
 devices = jax.device_count()
 plan = rampup.RampPlan(
     ramp=rampup.BatchRamp.linear(
-        start=START * devices, increment=INCREMENT * devices, end=END * devices, samples=RAMP_SAMPLES_PER_DEVICE * devices
+        start=START * devices,
+        increment=INCREMENT * devices,
+        end=END * devices,
+        samples=RAMP_SAMPLES_PER_DEVICE * devices,
     ),
     splitter=rampup.BatchSplitter(data_parallel_size=devices),
     num_devices=devices,
@@ -106,8 +123,13 @@ draw_batch(plan)
 rng = np.random.default_rng(0)
 angle, side = 2 * np.pi * np.sqrt(rng.random(4096)), rng.integers(0, 2, 4096)
 radius = angle / (2 * np.pi) * np.where(side, 1, -1)
-points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1) + rng.normal(0, 0.02, (4096, 2))
-rows = [{"x": x, "y": y} for x, y in zip(points.astype(np.float32), side.astype(np.int32), strict=True)]
+points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1) + rng.normal(
+    0, 0.02, (4096, 2)
+)
+rows = [
+    {"x": x, "y": y}
+    for x, y in zip(points.astype(np.float32), side.astype(np.int32), strict=True)
+]
 mesh = rampup.make_mesh()
 
 
@@ -129,7 +151,9 @@ def make_step():
     def your_step(state, batch):
         def loss_fn(params):
             scores = state.apply_fn(params, batch["x"])
-            return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"]).mean()
+            return optax.softmax_cross_entropy_with_integer_labels(
+                scores, batch["y"]
+            ).mean()
 
         loss, grads = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=grads), loss
@@ -150,7 +174,9 @@ curves = {}
 # %%
 manager = rampup.RampupBatchManager.from_plan(plan)
 your_step = make_step()
-state = rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.005)), mesh)
+state = rampup.prepare_state(
+    TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.005)), mesh
+)
 curve, first = [], 0
 began = time.perf_counter()
 for _ in range(STEPS):
@@ -162,7 +188,9 @@ for _ in range(STEPS):
     manager.update()
     curve.append((first, float(loss)))
 curves["sizes only, linen"] = curve
-print(f"loss {curve[-1][1]:.3f} after {first:,} samples, {time.perf_counter() - began:.1f} s")
+print(
+    f"loss {curve[-1][1]:.3f} after {first:,} samples, {time.perf_counter() - began:.1f} s"
+)
 print(f"programs compiled: {your_step._cache_size()}")
 
 # %% [markdown]
@@ -178,21 +206,31 @@ def updates(losses):
     losses, curve = iter(losses), []
     for step in range(plan.total_steps):
         position = plan.position(step)
-        mean = np.mean([float(next(losses)) for _ in range(position.split.num_microbatches)])
-        curve.append((position.consumed_samples + position.split.global_batch_size, mean))
+        mean = np.mean(
+            [float(next(losses)) for _ in range(position.split.num_microbatches)]
+        )
+        curve.append(
+            (position.consumed_samples + position.split.global_batch_size, mean)
+        )
     return curve
 
 
 your_step = make_step()
 tx = rampup.multi_steps(optax.adam(0.005), plan)
-state = rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh)
+state = rampup.prepare_state(
+    TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh
+)
 began, losses = time.perf_counter(), []
 for batch in rampup.microbatches(rows, plan, mesh):
     state, loss = your_step(state, batch)
     losses.append(loss)
 curves["microbatches, linen"] = updates(losses)
-print(f"loss {curves['microbatches, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s")
-print(f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled: {your_step._cache_size()}")
+print(
+    f"loss {curves['microbatches, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s"
+)
+print(
+    f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled: {your_step._cache_size()}"
+)
 
 # %% [markdown]
 # The same with Flax NNX. Again, only the optimizer and the loop know the plan.
@@ -203,7 +241,10 @@ class NnxNet(nnx.Module):
     """The same network."""
 
     def __init__(self, rngs):
-        self.first, self.second = nnx.Linear(2, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+        self.first, self.second = (
+            nnx.Linear(2, 64, rngs=rngs),
+            nnx.Linear(64, 64, rngs=rngs),
+        )
         self.last = nnx.Linear(64, 2, rngs=rngs)
 
     def __call__(self, x):
@@ -213,21 +254,30 @@ class NnxNet(nnx.Module):
 
 def cross_entropy(model, batch):
     """Return the loss of each row."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]), batch["y"]
+    )
 
 
 @nnx.jit
 def your_nnx_step(model, optimizer, batch):
     """Train one microbatch."""
-    loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model, batch).mean())(model)
+    loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model, batch).mean())(
+        model
+    )
     optimizer.update(model, grads)
     return loss
 
 
 model = NnxNet(nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, rampup.multi_steps(optax.adam(0.005), plan), wrt=nnx.Param)
+optimizer = nnx.Optimizer(
+    model, rampup.multi_steps(optax.adam(0.005), plan), wrt=nnx.Param
+)
 curves["microbatches, NNX"] = updates(
-    [your_nnx_step(model, optimizer, batch) for batch in rampup.microbatches(rows, plan, mesh)]
+    [
+        your_nnx_step(model, optimizer, batch)
+        for batch in rampup.microbatches(rows, plan, mesh)
+    ]
 )
 print(f"loss {curves['microbatches, NNX'][-1][1]:.3f}")
 
@@ -253,19 +303,35 @@ def linen_loss_fn(params, batch, keys):
 
 def train(name, state, pure_loss_fn):
     """Train to the end of the plan, store the curve and return the state."""
-    step, losses, began = rampup.train_step(pure_loss_fn, tx, plan, mesh), [], time.perf_counter()
+    step, losses, began = (
+        rampup.train_step(pure_loss_fn, tx, plan, mesh),
+        [],
+        time.perf_counter(),
+    )
     for batch in rampup.step_batches(rows, plan, mesh):
         state, metrics = step(state, batch)
-        losses.append((batch.position.consumed_samples + batch.position.split.global_batch_size, metrics["loss"]))
+        losses.append(
+            (
+                batch.position.consumed_samples
+                + batch.position.split.global_batch_size,
+                metrics["loss"],
+            )
+        )
     curves[name] = [(samples, float(loss)) for samples, loss in losses]
     seconds = time.perf_counter() - began
-    print(f"{name}: loss {curves[name][-1][1]:.3f}, {seconds:.1f} s, programs compiled: {step.num_compilations}")
+    print(
+        f"{name}: loss {curves[name][-1][1]:.3f}, {seconds:.1f} s, programs compiled: {step.num_compilations}"
+    )
     return state
 
 
 tx = optax.adam(0.005)
 train(
-    "train_step, linen", rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn
+    "train_step, linen",
+    rampup.prepare_state(
+        TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh
+    ),
+    linen_loss_fn,
 )
 model = NnxNet(nnx.Rngs(0))
 state, pure_loss_fn = rampup.split_model(model, loss_fn, tx, mesh)
@@ -282,21 +348,47 @@ rampup.merge_model(model, train("train_step, NNX", state, pure_loss_fn))
 # @title Loss, and the batch below it
 def show(curves, looks, mark=None):
     """Plot curves of (samples, loss) above the batch size."""
-    _, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    _, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 5), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
     for (name, curve), (color, line, width) in zip(curves.items(), looks, strict=True):
-        above.plot(*zip(*curve, strict=True), color=color, linestyle=line, linewidth=width, label=name)
+        above.plot(
+            *zip(*curve, strict=True),
+            color=color,
+            linestyle=line,
+            linewidth=width,
+            label=name,
+        )
     above.set(ylabel="loss", ylim=(0, None))
     above.legend(frameon=False)
-    sizes = [plan.position(step).split.global_batch_size for step in range(plan.total_steps)]
+    sizes = [
+        plan.position(step).split.global_batch_size for step in range(plan.total_steps)
+    ]
     below.stairs(sizes, np.cumsum([0, *sizes]), baseline=None, color="C0", linewidth=2)
-    below.set(xlabel="samples consumed", ylabel="samples\nper step", xlim=(0, sum(sizes)), ylim=(0, 1.15 * max(sizes)))
+    below.set(
+        xlabel="samples consumed",
+        ylabel="samples\nper step",
+        xlim=(0, sum(sizes)),
+        ylim=(0, 1.15 * max(sizes)),
+    )
     if mark is not None:
         above.axvline(mark, color="0.5", linestyle=":")
-        above.annotate(" stopped, resumed", (mark, above.get_ylim()[1]), va="top", color="0.3")
+        above.annotate(
+            " stopped, resumed", (mark, above.get_ylim()[1]), va="top", color="0.3"
+        )
     plt.show()
 
 
-show(curves, (("C0", "-", 5), ("C1", "--", 3), ("C2", "-", 4), ("k", ":", 1.5), ("C3", "--", 1.5)))
+show(
+    curves,
+    (
+        ("C0", "-", 5),
+        ("C1", "--", 3),
+        ("C2", "-", 4),
+        ("k", ":", 1.5),
+        ("C3", "--", 1.5),
+    ),
+)
 
 # %% [markdown]
 # ## Stop and resume
@@ -330,26 +422,42 @@ def run(name, stop_after=None):
     _, summary = rampup.Loop(
         plan=plan,
         step=step,
-        batches=lambda start: rampup.step_batches(rows, plan, mesh, start=start, seed=0),
+        batches=lambda start: rampup.step_batches(
+            rows, plan, mesh, start=start, seed=0
+        ),
         folder=folder / name,
-        metrics=rampup.MetricOptions(learning_rate=lambda step: 0.005, tokens_per_sample=1),
-        checkpoints=rampup.CheckpointOptions(checkpoint_period=STEPS, identity={"data": "spirals"}),
+        metrics=rampup.MetricOptions(
+            learning_rate=lambda step: 0.005, tokens_per_sample=1
+        ),
+        checkpoints=rampup.CheckpointOptions(
+            checkpoint_period=STEPS, identity={"data": "spirals"}
+        ),
         on_event=on_event,
     ).run(state)
-    print(f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}")
+    print(
+        f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}"
+    )
     return summary
 
 
 def lines(name):
     """Return the metrics of a run, one line per step."""
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 run("uninterrupted")
 first_part = run("stopped", stop_after=STOP_AFTER_STEP)
 run("stopped")
-runs = {name: [(line["consumed_samples"], line["loss"]) for line in lines(name)] for name in ("uninterrupted", "stopped")}
-print(f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['uninterrupted'] == runs['stopped']}")
+runs = {
+    name: [(line["consumed_samples"], line["loss"]) for line in lines(name)]
+    for name in ("uninterrupted", "stopped")
+}
+print(
+    f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['uninterrupted'] == runs['stopped']}"
+)
 
 # %%
 stopped_at = plan.ramp.samples_before(first_part.steps)

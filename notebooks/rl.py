@@ -26,16 +26,26 @@ import importlib.metadata
 import tempfile
 from pathlib import Path
 
-packages = {package.name: package.version for package in importlib.metadata.distributions()}
+packages = {
+    package.name: package.version for package in importlib.metadata.distributions()
+}
 if "rampup" not in packages:
     # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
-    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    clone = next(
+        (folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None
+    )
     if clone is None:
-        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
+        raise RuntimeError(
+            "rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again"
+        )
     source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
-    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    kept = [
+        f"{name}=={version}"
+        for name, version in packages.items()
+        if name.startswith("jax") or name == "libtpu"
+    ]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
     # %pip install -q -c {constraints} "{source}"
@@ -52,11 +62,21 @@ import optax
 from flax import nnx
 from matplotlib import pyplot as plt
 
-from rampup.rl import RolloutConfig, RolloutOptions, RolloutPlan, Size, Training, rollout_step, split_policy
+from rampup.rl import (
+    RolloutConfig,
+    RolloutOptions,
+    RolloutPlan,
+    Size,
+    Training,
+    rollout_step,
+    split_policy,
+)
 from rampup.rl.train import train
 from rampup import make_mesh
 
-print(f"found {jax.device_count()} device(s): {jax.devices()[0].device_kind}; JAX {jax.__version__}")
+print(
+    f"found {jax.device_count()} device(s): {jax.devices()[0].device_kind}; JAX {jax.__version__}"
+)
 mesh = make_mesh(devices=jax.devices()[:1])
 
 # %% [markdown]
@@ -81,23 +101,34 @@ class Bigram(nnx.Module):
 
 def reward(prompts, responses):
     """Return one number per response."""
-    return [sum(token % 2 == 0 for token in response) / len(response) for response in responses]
+    return [
+        sum(token % 2 == 0 for token in response) / len(response)
+        for response in responses
+    ]
 
 
 plan = RolloutPlan(
     rollout_batch=Size(count=16, unit="prompts"),
     samples_per_prompt=8,
-    policy=Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=4, unit="prompts"), num_epochs=2),
+    policy=Training(
+        mini_batch=Size(count=8, unit="prompts"),
+        microbatch=Size(count=4, unit="prompts"),
+        num_epochs=2,
+    ),
     num_steps=40,
 )
 policy, params = split_policy(Bigram(nnx.Rngs(0)))
 options = RolloutOptions(max_prompt_length=1, max_response_length=8)
-step = rollout_step(policy, optax.adam(0.01), plan, mesh, reward=reward, options=options)
+step = rollout_step(
+    policy, optax.adam(0.01), plan, mesh, reward=reward, options=options
+)
 state, rewards = step.create_state(params), []
 for _ in range(plan.num_steps):
     state, metrics = step(state, [[token] for token in range(1, 17)])
     rewards.append(metrics["reward"])
-print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; learned: {rewards[-1] > rewards[0] + 0.2}")
+print(
+    f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}; learned: {rewards[-1] > rewards[0] + 0.2}"
+)
 print("programs compiled:", step.compilations)
 
 # %%
@@ -134,7 +165,10 @@ print("programs compiled:", summary.num_compilations)
 
 # %%
 lines = [json.loads(line) for line in Path(summary.metrics).read_text().splitlines()]
-for key, label in {"reward": "mean reward", "zero_spread_share": "share of groups that teach nothing"}.items():
+for key, label in {
+    "reward": "mean reward",
+    "zero_spread_share": "share of groups that teach nothing",
+}.items():
     plt.figure(figsize=(6, 3))
     plt.plot([line["rollout"] for line in lines], [line[key] for line in lines])
     plt.xlabel("step")

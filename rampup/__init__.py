@@ -136,7 +136,9 @@ _MODULES = ("batch_size", "config", "data", "dialects", "engine", "inspection", 
             "show", "tune")  # fmt: skip
 __all__ = sorted(_HOME)
 # The classes that a notebook shows as HTML, which `rampup.show.notebook` makes when it is needed.
-_SHOWN = {name: _HOME[name] for name in ("BatchRamp", "RampPlan", "RolloutPlan")} | {"Verdict": "rampup.dialects.verdict"}
+_SHOWN = {name: _HOME[name] for name in ("BatchRamp", "RampPlan", "RolloutPlan")} | {
+    "Verdict": "rampup.dialects.verdict"
+}
 
 
 def load_name(package: str, homes: Mapping[str, str], name: str) -> Any:
@@ -149,7 +151,11 @@ def load_name(package: str, homes: Mapping[str, str], name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module(f"rampup.{name}") if name in _MODULES else load_name(__name__, _HOME, name)
+    return (
+        importlib.import_module(f"rampup.{name}")
+        if name in _MODULES
+        else load_name(__name__, _HOME, name)
+    )
 
 
 def __dir__() -> list[str]:

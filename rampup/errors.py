@@ -23,7 +23,9 @@ class RampupError(Exception):
         problems: the individual errors, if `raise_together` combined several or closed the message. Otherwise empty.
     """
 
-    def __init__(self, message: str, *, key: str | None = None, nearest: Sequence[object] = ()) -> None:
+    def __init__(
+        self, message: str, *, key: str | None = None, nearest: Sequence[object] = ()
+    ) -> None:
         super().__init__(message)
         self.key = key
         self.nearest = tuple(nearest)
@@ -51,7 +53,13 @@ class ConfigError(RampupError, ValueError):
         path: str | None = None,
         line: int | None = None,
     ) -> None:
-        where = "" if path is None else f"{path}:{line}: " if line is not None else f"{path}: "
+        where = (
+            ""
+            if path is None
+            else f"{path}:{line}: "
+            if line is not None
+            else f"{path}: "
+        )
         super().__init__(where + message, key=key, nearest=nearest)
         self.path = path
         self.line = line
@@ -72,7 +80,13 @@ class BatchDivisibilityError(ConfigError):
     """
 
     def __init__(
-        self, message: str, *, value: int, divisor: int, key: str | None = None, nearest: Sequence[object] | None = None
+        self,
+        message: str,
+        *,
+        value: int,
+        divisor: int,
+        key: str | None = None,
+        nearest: Sequence[object] | None = None,
     ) -> None:
         below = max((value - 1) // divisor * divisor, 0)
         self.value = value
@@ -80,7 +94,9 @@ class BatchDivisibilityError(ConfigError):
         self.nearest_below = below or None
         self.nearest_above = below + divisor
         if nearest is None:
-            nearest = [n for n in (self.nearest_below, self.nearest_above) if n is not None]
+            nearest = [
+                n for n in (self.nearest_below, self.nearest_above) if n is not None
+            ]
         super().__init__(message, key=key, nearest=nearest)
 
 
@@ -115,7 +131,9 @@ class StorageError(RampupError, OSError):
 class NonFiniteError(RampupError, ArithmeticError):
     """Too many consecutive optimizer steps, numbered `steps`, with a loss or gradient that is not finite."""
 
-    def __init__(self, message: str, *, steps: Sequence[int], key: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, steps: Sequence[int], key: str | None = None
+    ) -> None:
         super().__init__(message, key=key)
         self.steps = tuple(steps)
 
@@ -126,7 +144,11 @@ class MissingDependencyError(RampupError, ImportError):
 
 def choice_error(name: str, value: object, choices: Sequence[str]) -> ConfigError:
     """Return the error about an illegal value."""
-    return ConfigError(f"{name}={repr(value)[:60]} must be one of {', '.join(choices)}", key=name, nearest=tuple(choices))
+    return ConfigError(
+        f"{name}={repr(value)[:60]} must be one of {', '.join(choices)}",
+        key=name,
+        nearest=tuple(choices),
+    )
 
 
 def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
@@ -142,9 +164,16 @@ def combine(problems: Sequence[RampupError], closing: str = "") -> RampupError:
         return flat[0]
     text = f"{flat[0]}; {closing}"
     if len(flat) > 1:
-        lines = [f"  {number}. {problem}" for number, problem in enumerate(flat[:MAX_LISTED], start=1)]
-        more = [f"  and {len(flat) - MAX_LISTED:,} more"] if len(flat) > MAX_LISTED else []
-        text = "\n".join([f"{len(flat)} problems:", *lines, *more, *([closing] if closing else [])])
+        lines = [
+            f"  {number}. {problem}"
+            for number, problem in enumerate(flat[:MAX_LISTED], start=1)
+        ]
+        more = (
+            [f"  and {len(flat) - MAX_LISTED:,} more"] if len(flat) > MAX_LISTED else []
+        )
+        text = "\n".join(
+            [f"{len(flat)} problems:", *lines, *more, *([closing] if closing else [])]
+        )
     combined = copy.copy(flat[0])
     combined.args = (text,)
     combined.problems = tuple(flat)

@@ -84,9 +84,18 @@ def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if os.environ.get("UNEXPECTED_SKIPS") != "fail" or reporter is None:
         return
-    reasons = {str(report.longrepr[2]) for report in reporter.stats.get("skipped", ()) if isinstance(report.longrepr, tuple)}
-    if unexpected := sorted(reason for reason in reasons if not EXPECTED_SKIPS.search(reason)):
-        reporter.write_line(f"skipped for a reason that is not in EXPECTED_SKIPS of tests/conftest.py: {unexpected}", red=True)
+    reasons = {
+        str(report.longrepr[2])
+        for report in reporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    }
+    if unexpected := sorted(
+        reason for reason in reasons if not EXPECTED_SKIPS.search(reason)
+    ):
+        reporter.write_line(
+            f"skipped for a reason that is not in EXPECTED_SKIPS of tests/conftest.py: {unexpected}",
+            red=True,
+        )
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
@@ -99,9 +108,17 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(config, items):
     """Sort the tests, and deselect those that run on request only."""
-    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+    items.sort(
+        key=lambda item: (
+            FIRST.index(item.path.parent.name)
+            if item.path.parent.name in FIRST
+            else len(FIRST)
+        )
+    )
     selected = {name for name in ON_REQUEST if name in config.option.markexpr}
-    if "faults" in selected:  # the whole campaign: also the short tests that the table of faults names
+    if (
+        "faults" in selected
+    ):  # the whole campaign: also the short tests that the table of faults names
         named = set(re.findall(r"`(tests/\S+\.py)`", FAULTS.read_text()))
         for item in items:
             if str(item.path.relative_to(config.rootpath)) in named:

@@ -5,7 +5,14 @@ import pickle
 import pytest
 
 from rampup import errors
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, a_type, raise_together
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampDefinitionError,
+    RampupError,
+    a_type,
+    raise_together,
+)
 
 
 def test_errors_derive_from_builtins():
@@ -35,8 +42,15 @@ def test_errors_keep_their_attributes_through_pickle_and_name_their_location():
     """Also those whose arguments have no default; a configuration error has file and line."""
     error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
     copy = pickle.loads(pickle.dumps(error))
-    assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
-    copy = pickle.loads(pickle.dumps(ConfigError("bad", key="k", path="a.yml", line=3), protocol=0))
+    assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (
+        8,
+        12,
+        "k",
+        "no",
+    )
+    copy = pickle.loads(
+        pickle.dumps(ConfigError("bad", key="k", path="a.yml", line=3), protocol=0)
+    )
     assert (str(copy), copy.line) == ("a.yml:3: bad", 3)
     # An OSError, whose __new__ leaves its arguments out.
     copy = pickle.loads(pickle.dumps(errors.StorageError("disk full", key="k")))

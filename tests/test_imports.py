@@ -18,9 +18,28 @@ FLOORS += " < integrations < cli"
 # The only import that points up, inside two methods of the step: what they return is made by `rampup.data`.
 UPWARD = {("engine/step.py", "rampup.data.batches")}
 PURE = ("errors", "plan", "batch_size", "config")
-IMPURE = {"jax", "flax", "optax", "grain", "orbax", "numpy", "time", "datetime", "logging", "random"}
-RANK = {name: rank for rank, names in enumerate(f"{FLOORS} < __main__".split("<")) for name in names.split()}
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
+IMPURE = {
+    "jax",
+    "flax",
+    "optax",
+    "grain",
+    "orbax",
+    "numpy",
+    "time",
+    "datetime",
+    "logging",
+    "random",
+}
+RANK = {
+    name: rank
+    for rank, names in enumerate(f"{FLOORS} < __main__".split("<"))
+    for name in names.split()
+}
+MODULES = sorted(
+    path
+    for path in PACKAGE.rglob("*.py")
+    if path.parent != PACKAGE or path.stem != "__init__"
+)
 
 
 def imported(path):
@@ -32,7 +51,9 @@ def imported(path):
             yield node.module or ""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE))
+)
 def test_imports_point_down(path):
     """A room imports from those to its left in `FLOORS`, and from itself. Plan and configuration import no jax and no clock."""
     file = path.relative_to(PACKAGE)
@@ -41,19 +62,34 @@ def test_imports_point_down(path):
         if name.startswith("rampup.") and (str(file), name) not in UPWARD:
             other = name.split(".")[1]
             assert other == own or RANK[other] < RANK[own], f"{own} imports {name}"
-        assert own not in PURE or name.split(".")[0] not in IMPURE, f"{own} imports {name}"
+        assert own not in PURE or name.split(".")[0] not in IMPURE, (
+            f"{own} imports {name}"
+        )
 
 
 def test_imports_have_no_cycle():
     """No module imports, at its top level, a module that imports it."""
-    parts = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
-    names = {".".join(own[:-1] if own[-1] == "__init__" else own): path for path, own in parts.items()}
+    parts = {
+        path: path.relative_to(PACKAGE.parent).with_suffix("").parts
+        for path in PACKAGE.rglob("*.py")
+    }
+    names = {
+        ".".join(own[:-1] if own[-1] == "__init__" else own): path
+        for path, own in parts.items()
+    }
     graph = {}
     for name, path in names.items():
         targets = set()
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("rampup"):
-                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.startswith("rampup")
+            ):
+                targets |= {
+                    node.module,
+                    *(f"{node.module}.{alias.name}" for alias in node.names),
+                }
             elif isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
         graph[name] = (targets & set(names)) - {name}
@@ -75,24 +111,41 @@ assert "jax" in sys.modules and "rampup.data.batches" not in sys.modules
 @pytest.mark.parametrize(
     ("module", "others"),
     [
-        ("plan", ("jax", *(f"rampup.{name}" for name in rampup._MODULES if name != "plan"))),
+        (
+            "plan",
+            ("jax", *(f"rampup.{name}" for name in rampup._MODULES if name != "plan")),
+        ),
         ("cli.plan", ("jax", "rampup.rl", "rampup.lm", "rampup.dialects")),
         (
             "engine.step",
-            ("rampup.plan.topology", *(f"rampup.{name}" for name in FLOORS.split() if RANK.get(name, 0) > RANK["engine"])),
+            (
+                "rampup.plan.topology",
+                *(
+                    f"rampup.{name}"
+                    for name in FLOORS.split()
+                    if RANK.get(name, 0) > RANK["engine"]
+                ),
+            ),
         ),
     ],
 )
 def test_a_room_does_not_load_those_above_it(module, others):
     """`import rampup.plan` loads neither jax nor another room, and the compiled step no room above it and no table of TPUs."""
     code = f"import sys, rampup.{module}; print([name for name in sys.modules if name.startswith({others!r})])"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_the_loop_loads_little():
     """A loop of the caller's own model loads at most 7,800 lines of rampup."""
     code = "import sys, rampup.loop.loop; print(*(m.__file__ for name, m in [*sys.modules.items()] if 'rampup' in name))"
-    files = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    files = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
     assert sum(Path(file).read_text().count("\n") for file in files) <= 7_800
 
 
@@ -151,7 +204,12 @@ if importlib.util.find_spec("libtpu"):
 def test_the_process_of_the_caller_stays_as_it_is(tmp_path):
     """No import, step, run or load changes hooks, warnings, loggers, the environment, signal handlers or JAX."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", GUEST, tmp_path / "run"], env=environ, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", GUEST, tmp_path / "run"],
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -176,11 +234,24 @@ def test_public_signatures_name_their_keywords():
         thing = getattr(rampup, name)
         public = {name: thing} if callable(thing) else {}
         if inspect.isclass(thing):
-            methods = {method: getattr(thing, method) for method in dir(thing) if not method.startswith("_")}
-            public |= {f"{name}.{method}": value for method, value in methods.items() if callable(value)}
+            methods = {
+                method: getattr(thing, method)
+                for method in dir(thing)
+                if not method.startswith("_")
+            }
+            public |= {
+                f"{name}.{method}": value
+                for method, value in methods.items()
+                if callable(value)
+            }
         for place, value in public.items():
-            if isinstance(value, type(BaseException.add_note)) or (inspect.isclass(value) and issubclass(value, Warning)):
+            if isinstance(value, type(BaseException.add_note)) or (
+                inspect.isclass(value) and issubclass(value, Warning)
+            ):
                 continue  # written in C, some without a signature
-            kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
+            kinds = {
+                parameter.kind
+                for parameter in inspect.signature(value).parameters.values()
+            }
             found |= {place} if inspect.Parameter.VAR_KEYWORD in kinds else set()
     assert found == OWN_KEYWORDS

@@ -60,7 +60,16 @@ COMMON = (
 def configuration_keys() -> str:
     """Return every key of base.yml: first the common ones, then the others, folded by section."""
     common = [line for name in COMMON for line in _key(BASE_FILE, name)]
-    return "\n".join(["## Keys that most runs set", "", *common, "## All other keys", "", *_keys(BASE_FILE, COMMON)])
+    return "\n".join(
+        [
+            "## Keys that most runs set",
+            "",
+            *common,
+            "## All other keys",
+            "",
+            *_keys(BASE_FILE, COMMON),
+        ]
+    )
 
 
 def rollout_keys() -> str:
@@ -72,8 +81,16 @@ def _keys(file: ConfigFile, without: tuple[str, ...]) -> list[str]:
     """Return the keys of a file as a list of definitions, in its sections, each of which unfolds."""
     lines: list[str] = []
     for section in dict.fromkeys(key.section for key in file.keys.values()):
-        names = [name for name, key in file.keys.items() if key.section == section and name not in without]
-        lines += ["<details>", f"<summary><b>{section}</b>: {len(names)} keys</summary>", ""] if names else []
+        names = [
+            name
+            for name, key in file.keys.items()
+            if key.section == section and name not in without
+        ]
+        lines += (
+            ["<details>", f"<summary><b>{section}</b>: {len(names)} keys</summary>", ""]
+            if names
+            else []
+        )
         lines += [line for name in names for line in _key(file, name)]
         lines += ["</details>", ""] if names else []
     return lines
@@ -82,10 +99,22 @@ def _keys(file: ConfigFile, without: tuple[str, ...]) -> list[str]:
 def _key(file: ConfigFile, name: str) -> list[str]:
     """Return a key as a definition."""
     key, value, default = file.keys[name], file.values[name], file.defaults[name]
-    shown = f"`{yaml_value(default)}`" + (f"; `{yaml_value(value)}` in `{file.name}`" if value != default else "")
+    shown = f"`{yaml_value(default)}`" + (
+        f"; `{yaml_value(value)}` in `{file.name}`" if value != default else ""
+    )
     # "Text that is not empty" would say nothing.
-    values = "" if key.kind == "text" and not key.choices else f"*Values:* {_escape(key.expected)}. "
-    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  {values}*Default:* {shown}.", ""]
+    values = (
+        ""
+        if key.kind == "text" and not key.choices
+        else f"*Values:* {_escape(key.expected)}. "
+    )
+    return [
+        f"`{name}`",
+        f": {_escape(describe(key))}",
+        "",
+        f"  {values}*Default:* {shown}.",
+        "",
+    ]
 
 
 def presets() -> str:
@@ -101,14 +130,23 @@ def preset_rules() -> str:
     """Return the choices of the key `preset`, with their sources."""
     lines = []
     for name, preset in PRESETS.items():
-        lines += [f"`{name}`", f": {_escape(preset.summary)} *Source:* {_escape(preset.source)}.", ""]
+        lines += [
+            f"`{name}`",
+            f": {_escape(preset.summary)} *Source:* {_escape(preset.source)}.",
+            "",
+        ]
     return "\n".join(lines)
 
 
 def changed_lines(name: str) -> tuple[int, int]:
     """Return how many lines of a program a ramp adds or changes, and how many it removes, without docstring and blanks."""
-    texts = ((EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8") for end in ("", "_ramp"))
-    before, after = ([line for line in text.splitlines()[1:] if line.strip()] for text in texts)
+    texts = (
+        (EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8")
+        for end in ("", "_ramp")
+    )
+    before, after = (
+        [line for line in text.splitlines()[1:] if line.strip()] for text in texts
+    )
     signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:]]
     return signs.count("+"), signs.count("-")
 
@@ -118,10 +156,22 @@ def examples() -> str:
     lines = []
     for name, title in PAIRS.items():
         files = [EXAMPLES / f"{name}{end}.py" for end in ("", "_ramp")]
-        texts = [["", *file.read_text(encoding="utf-8").splitlines()[1:]] for file in files]  # without the docstrings
+        texts = [
+            ["", *file.read_text(encoding="utf-8").splitlines()[1:]] for file in files
+        ]  # without the docstrings
         new, gone = changed_lines(name)
-        lines += [f"## {title}", "", f"{new} lines are new or changed, {gone} are gone.", "", "```diff"]
-        lines += [*difflib.unified_diff(*texts, *(file.name for file in files), lineterm=""), "```", ""]
+        lines += [
+            f"## {title}",
+            "",
+            f"{new} lines are new or changed, {gone} are gone.",
+            "",
+            "```diff",
+        ]
+        lines += [
+            *difflib.unified_diff(*texts, *(file.name for file in files), lineterm=""),
+            "```",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -130,18 +180,37 @@ def _head(path: Path) -> str:
     head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
     assert head is not None
     lines = [line.removeprefix("#").strip() for line in head[0].splitlines()]
-    return " ".join(line for line in lines if not line.startswith("yaml-language-server") and path.name not in line)
+    return " ".join(
+        line
+        for line in lines
+        if not line.startswith("yaml-language-server") and path.name not in line
+    )
 
 
 def command_line() -> str:
     """Return every command with its usage and options."""
-    return "\n".join(line for name in COMMANDS for line in _command(name, make_parser(name)))
+    return "\n".join(
+        line for name in COMMANDS for line in _command(name, make_parser(name))
+    )
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     description = str(parser.description)
-    lines = ["", f"## rampup {name}", "", description[0].upper() + description[1:].rstrip(".") + ".", ""]
-    lines += ["```text", parser.format_usage().rstrip(), "```", "", "| Argument | Meaning |", "|---|---|"]
+    lines = [
+        "",
+        f"## rampup {name}",
+        "",
+        description[0].upper() + description[1:].rstrip(".") + ".",
+        "",
+    ]
+    lines += [
+        "```text",
+        parser.format_usage().rstrip(),
+        "```",
+        "",
+        "| Argument | Meaning |",
+        "|---|---|",
+    ]
     for action in parser._actions:
         if action.dest in ("help", "json") or action.help == argparse.SUPPRESS:
             continue
@@ -151,16 +220,29 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
 
 def _argument(action: argparse.Action) -> str:
     """Return an argument as one writes it: `CONFIG.yml`, or `-o FILE, --output FILE`."""
-    value = action.metavar if isinstance(action.metavar, str) else "|".join(map(str, action.choices or ()))
+    value = (
+        action.metavar
+        if isinstance(action.metavar, str)
+        else "|".join(map(str, action.choices or ()))
+    )
     if not action.option_strings:
         return f"`{value}`"
     takes_value = action.nargs != 0
-    return ", ".join(f"`{option} {value}`" if takes_value else f"`{option}`" for option in action.option_strings)
+    return ", ".join(
+        f"`{option} {value}`" if takes_value else f"`{option}`"
+        for option in action.option_strings
+    )
 
 
 def _escape(text: str) -> str:
     """Return text in which Markdown sees no column separators, no tags and no emphasis."""
-    return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*").replace("$", "\\$").replace("~", "\\~")
+    return (
+        html.escape(text, quote=False)
+        .replace("|", "\\|")
+        .replace("*", "\\*")
+        .replace("$", "\\$")
+        .replace("~", "\\~")
+    )
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -183,9 +265,15 @@ def _on_source_read(app: Any, name: str, source: list[str]) -> None:
     source[0] = fill_in(source[0])
 
 
-def _skip_field_aliases(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+def _skip_field_aliases(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
     """Leave out the fields of a NamedTuple, whose class docstring describes them."""
-    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+    return (
+        True
+        if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+        else None
+    )
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from rampup import make_mesh
 from rampup.lm.transformer import LanguageModel
-from rampup.rl import Arithmetic, RolloutOptions, RolloutPlan, Size, Training, rollout_step
+from rampup.rl import (
+    Arithmetic,
+    RolloutOptions,
+    RolloutPlan,
+    Size,
+    Training,
+    rollout_step,
+)
 from rampup.rl.tasks import END_TOKEN, decode, encode
 
 PROMPTS, RESPONSES, MINI, MICRO, LENGTHS = 32, 8, 16, 8, (6, 4)
@@ -63,19 +70,33 @@ def rampup_steps(steps):
         generation=size(MICRO),
         num_steps=steps,
     )
-    model = LanguageModel(num_layers=2, width=64, mlp_dim=256, num_heads=4, num_kv_heads=4, vocab_size=256)
+    model = LanguageModel(
+        num_layers=2, width=64, mlp_dim=256, num_heads=4, num_kv_heads=4, vocab_size=256
+    )
     options = RolloutOptions(
-        max_prompt_length=LENGTHS[0], max_response_length=LENGTHS[1], end_token=END_TOKEN, beta=0.01, decode=decode
+        max_prompt_length=LENGTHS[0],
+        max_response_length=LENGTHS[1],
+        end_token=END_TOKEN,
+        beta=0.01,
+        decode=decode,
     )
     mesh = make_mesh(devices=jax.devices()[:1])
-    step = rollout_step(model, optax.adamw(1e-3), plan, mesh, reward=task.reward, options=options)
+    step = rollout_step(
+        model, optax.adamw(1e-3), plan, mesh, reward=task.reward, options=options
+    )
     state = step.create_state(model.init(jax.random.key(0)))
     for number in range(steps):
-        prompts = [encode(prompt) for prompt in task.prompts(number * PROMPTS, (number + 1) * PROMPTS)]
+        prompts = [
+            encode(prompt)
+            for prompt in task.prompts(number * PROMPTS, (number + 1) * PROMPTS)
+        ]
         began = time.perf_counter()
         state, facts = step(state, prompts)
         jax.block_until_ready(state.params)
-        yield time.perf_counter() - began, facts["generation_seconds"] + facts["scoring_seconds"]
+        yield (
+            time.perf_counter() - began,
+            facts["generation_seconds"] + facts["scoring_seconds"],
+        )
     print("rampup's programs:", step.compilations)
 
 
@@ -107,7 +128,9 @@ def tunix_steps(steps):
                 train_micro_batch_size=MICRO,
                 rollout_micro_batch_size=MICRO,
                 compute_logps_micro_batch_size=MICRO,
-                max_steps=(steps + 1) * PROMPTS // MINI,  # it ends with the data, so that the last step is timed
+                max_steps=(steps + 1)
+                * PROMPTS
+                // MINI,  # it ends with the data, so that the last step is timed
                 eval_every_n_steps=10**6,
             ),
             # Without top_p it would sample greedily.
@@ -120,7 +143,12 @@ def tunix_steps(steps):
             ),
         ),
     )
-    generation, found, go, done = [0.0], [], threading.Semaphore(0), threading.Semaphore(0)
+    generation, found, go, done = (
+        [0.0],
+        [],
+        threading.Semaphore(0),
+        threading.Semaphore(0),
+    )
 
     def reward(prompts, completions, **_):
         return task.reward(prompts, [text.split("\n")[0] for text in completions])
@@ -128,7 +156,12 @@ def tunix_steps(steps):
     learner = GRPOLearner(
         rl_cluster=cluster,
         reward_fns=reward,
-        algo_config=GRPOConfig(num_generations=RESPONSES, num_iterations=1, beta=0.01, loss_agg_mode="token-mean"),
+        algo_config=GRPOConfig(
+            num_generations=RESPONSES,
+            num_iterations=1,
+            beta=0.01,
+            loss_agg_mode="token-mean",
+        ),
     )
     sample = learner._generate_and_compute_advantage
 
@@ -163,17 +196,22 @@ def main():
     """Print medians and quartiles, in milliseconds."""
     steps = (int(sys.argv[1]) if len(sys.argv) > 1 else 30) + WARM_UP
     pairs = list(zip(rampup_steps(steps), tunix_steps(steps), strict=True))[WARM_UP:]
-    print(f"{len(pairs)} steps in turn, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; median (quartiles), ms")
+    print(
+        f"{len(pairs)} steps in turn, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; median (quartiles), ms"
+    )
     rows = {
         "step": lambda seconds, generation: seconds,
-        "generation, rewards, log-probabilities": lambda seconds, generation: generation,
+        "generation, rewards, log-probabilities": lambda seconds, generation: (
+            generation
+        ),
         "the updates": lambda seconds, generation: seconds - generation,
     }
     for name, of in rows.items():
         ours, theirs = ([1e3 * of(*pair[side]) for pair in pairs] for side in (0, 1))
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         cells = [
-            f"{q[1]:.3g} ({q[0]:.3g} to {q[2]:.3g})" for q in (statistics.quantiles(x, n=4) for x in (ours, theirs, ratios))
+            f"{q[1]:.3g} ({q[0]:.3g} to {q[2]:.3g})"
+            for q in (statistics.quantiles(x, n=4) for x in (ours, theirs, ratios))
         ]
         print(f"{name}: rampup {cells[0]}, Tunix {cells[1]}, ratio {cells[2]}")
 

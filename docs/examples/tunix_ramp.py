@@ -21,7 +21,10 @@ class Model(nnx.Module):
     """Stands for a model of Tunix."""
 
     def __init__(self, rngs):
-        self.embed, self.out = nnx.Embed(64, 32, rngs=rngs), nnx.Linear(32, 64, rngs=rngs)
+        self.embed, self.out = (
+            nnx.Embed(64, 32, rngs=rngs),
+            nnx.Linear(32, 64, rngs=rngs),
+        )
 
     def __call__(self, tokens):
         """Return the logits of every next token."""
@@ -30,11 +33,18 @@ class Model(nnx.Module):
 
 def loss_fn(model, tokens):
     """Return the mean loss of a microbatch."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(tokens[:, :-1]), tokens[:, 1:]
+    ).mean()
 
 
-rows = [{"tokens": ((row + np.arange(33) * (1 + row % 3)) % 64).astype(np.int32)} for row in range(2000)]
-config = rampup.Config(batch_size_schedule="0:8 160:16 480:32", steps=60, microbatch_size=4)
+rows = [
+    {"tokens": ((row + np.arange(33) * (1 + row % 3)) % 64).astype(np.int32)}
+    for row in range(2000)
+]
+config = rampup.Config(
+    batch_size_schedule="0:8 160:16 480:32", steps=60, microbatch_size=4
+)
 plan = rampup.build_plan(config, jax.device_count())
 mesh = rampup.make_mesh()
 trainer = peft_trainer.PeftTrainer(
@@ -45,7 +55,9 @@ trainer = peft_trainer.PeftTrainer(
         eval_every_n_steps=1000,
         data_sharding_axis=("data",),
         checkpoint_root_directory=str(Path(sys.argv[1]).resolve()),
-        checkpointing_options=ocp.CheckpointManagerOptions(save_interval_steps=50, max_to_keep=2),
+        checkpointing_options=ocp.CheckpointManagerOptions(
+            save_interval_steps=50, max_to_keep=2
+        ),
     ),
 )
 trainer.with_loss_fn(loss_fn)
@@ -53,4 +65,6 @@ prepare(trainer, rows, plan, mesh, seed=0)
 with mesh:
     trainer.train(())
 state = trainer.optimizer.opt_state
-print(f"{trainer.iter_steps} microbatches, {int(state.gradient_step[...])} optimizer steps")
+print(
+    f"{trainer.iter_steps} microbatches, {int(state.gradient_step[...])} optimizer steps"
+)

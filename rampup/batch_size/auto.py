@@ -26,7 +26,9 @@ class AutoSchedule:
     sizes: tuple[int, ...]  # the legal sizes, from `auto_sizes`
     mode: AutoMode  # `follow` changes the batch of the run; `advise` only writes what it would do
     half_life_samples: float  # samples that must pass between two changes
-    rows: list[list[int]]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
+    rows: list[
+        list[int]
+    ]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
     max_waste: float = MAX_WASTE  # share of a sample that a batch may lose to grow
     unit: str = "samples"  # what the sizes count; prompts in reinforcement learning, with rollouts as steps
 
@@ -57,7 +59,11 @@ class AutoSchedule:
         """Decide after these steps and samples, by the lower end of the noise scale; return the size from there on."""
         if noise_scale is None or sample - self.rows[-1][1] < self.half_life_samples:
             return self.size
-        reached = [size for size in self.sizes if size <= 2 * self.size and self.needed_noise(size) <= noise_scale]
+        reached = [
+            size
+            for size in self.sizes
+            if size <= 2 * self.size and self.needed_noise(size) <= noise_scale
+        ]
         if reached and reached[-1] > self.size:
             self.rows.append([step, sample, reached[-1]])
         return self.size
@@ -72,7 +78,11 @@ class AutoSchedule:
             return f"{use}{self.size:,} {self.unit}, the largest batch; the noise scale is {noise}"
         needs, needed = [], self.needed_noise(larger)
         if noise.low is None or noise.low < needed:
-            needs.append(f"a noise scale whose interval begins at {needed:,.6g} or above, it is {noise}")
-        if (missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)) > 0:
+            needs.append(
+                f"a noise scale whose interval begins at {needed:,.6g} or above, it is {noise}"
+            )
+        if (
+            missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)
+        ) > 0:
             needs.append(f"{missing:,} more {self.unit}")
         return f"{use}{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"

@@ -26,7 +26,9 @@ EVALUATIONS, LEAST_EVALUATIONS = 16, 4
 # A window that is not given has at least so many steps of the largest branch, and the loss curve of the run promises this gain
 # in nats from it: a sixth of it is some three standard errors of a difference of losses.
 DEFAULT_STEPS, DEFAULT_GAIN = 20, 0.02
-TOLERANCE_SHARE = 1 / 6  # the default tolerance as a share w of the gain: w / (1 - w) is 20%
+TOLERANCE_SHARE = (
+    1 / 6
+)  # the default tolerance as a share w of the gain: w / (1 - w) is 20%
 # A measurement decides if its tolerance is at most this share of the gain, so that a batch which wastes half of its samples
 # fails, and at least so many standard errors.
 DECISIVE_SHARE, DECISIVE_ERRORS = 0.5, 2.0
@@ -35,7 +37,14 @@ LEAST_PROGRESS = Fraction(1, 3)
 CLEAR_TOLERANCES, CLEAR_ERRORS = 2.0, 3.0
 MAX_MULTIPLE, MAX_MULTIPLES = 10**6, 32
 # Factors of the run's batch if none are given, as far as they give a legal batch.
-DEFAULT_MULTIPLES = (Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
+DEFAULT_MULTIPLES = (
+    Fraction(1, 4),
+    Fraction(1, 2),
+    Fraction(1),
+    Fraction(2),
+    Fraction(4),
+    Fraction(8),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +54,42 @@ class BranchWindow:
     multiples: tuple[Fraction, ...]  # factors of the run's batch, ascending
     sizes: tuple[int, ...]  # the global batch size of each branch
     interval: int  # samples between two evaluations, a whole number of optimizer steps of every branch
-    num_evaluations: int  # evaluations of a branch; the last one is at the end of the window
+    num_evaluations: (
+        int  # evaluations of a branch; the last one is at the end of the window
+    )
 
     @classmethod
-    def of(cls, global_batch_size: int, multiples: Sequence[object], samples: int | None, *, promising: int = 0) -> Self:
+    def of(
+        cls,
+        global_batch_size: int,
+        multiples: Sequence[object],
+        samples: int | None,
+        *,
+        promising: int = 0,
+    ) -> Self:
         """Return the branches of a run with this batch, of at least `samples`, by default `promising` ones, or refuse them."""
-        factors = sorted(exact_fraction(multiple, what="multiples", key="multiples") for multiple in multiples)
+        factors = sorted(
+            exact_fraction(multiple, what="multiples", key="multiples")
+            for multiple in multiples
+        )
         if wrong := [factor for factor in factors if not 0 < factor <= MAX_MULTIPLE]:
             rule = f"multiples: {wrong[0]} must be above 0 and at most {MAX_MULTIPLE:,}"
             raise ConfigError(rule, key="multiples", nearest=(1,))
         if not 2 <= len(factors) <= MAX_MULTIPLES or len(set(factors)) < len(factors):
-            single = ": a single branch has nothing to be compared with" if len(factors) == 1 else ""
+            single = (
+                ": a single branch has nothing to be compared with"
+                if len(factors) == 1
+                else ""
+            )
             rule = f"multiples must be 2 to {MAX_MULTIPLES} different numbers, such as 1,2,4,8{single}"
             raise ConfigError(rule, key="multiples")
         for factor in factors:
             if (size := factor * global_batch_size).denominator != 1:
-                nearest = [Fraction(n, global_batch_size) for n in (math.floor(size), math.ceil(size)) if n]
+                nearest = [
+                    Fraction(n, global_batch_size)
+                    for n in (math.floor(size), math.ceil(size))
+                    if n
+                ]
                 raise BatchDivisibilityError(
                     f"multiples: {factor} * the run's batch of {global_batch_size} = {float(size):g} is not a whole batch; "
                     f"nearest: {', '.join(map(str, nearest))}",
@@ -73,7 +102,9 @@ class BranchWindow:
         # After this many samples, every branch has taken a whole number of steps.
         unit = math.lcm(*sizes)
         if samples is None:
-            samples = max(DEFAULT_STEPS * sizes[-1], LEAST_EVALUATIONS * unit, promising)
+            samples = max(
+                DEFAULT_STEPS * sizes[-1], LEAST_EVALUATIONS * unit, promising
+            )
         if samples <= (LEAST_EVALUATIONS - 1) * unit:
             least = LEAST_EVALUATIONS * unit
             raise ConfigError(
@@ -83,7 +114,12 @@ class BranchWindow:
                 nearest=(least,),
             )
         interval = max(samples // (EVALUATIONS * unit), 1) * unit
-        return cls(multiples=tuple(factors), sizes=sizes, interval=interval, num_evaluations=-(-samples // interval))
+        return cls(
+            multiples=tuple(factors),
+            sizes=sizes,
+            interval=interval,
+            num_evaluations=-(-samples // interval),
+        )
 
     @property
     def samples(self) -> int:
@@ -100,15 +136,22 @@ class Evaluation(NamedTuple):
     @property
     def mean(self) -> float:
         """The weighted mean loss."""
-        return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / sum(self.weights)
+        return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / sum(
+            self.weights
+        )
 
 
 def smoothed_loss(curve: Sequence[Evaluation]) -> float:
     """Return the exponential moving average of the losses of a branch after its last evaluation."""
-    return sum(share * evaluation.mean for share, evaluation in zip(_shares(len(curve)), curve, strict=True))
+    return sum(
+        share * evaluation.mean
+        for share, evaluation in zip(_shares(len(curve)), curve, strict=True)
+    )
 
 
-def smoothed_difference(curve: Sequence[Evaluation], other: Sequence[Evaluation]) -> tuple[float, float]:
+def smoothed_difference(
+    curve: Sequence[Evaluation], other: Sequence[Evaluation]
+) -> tuple[float, float]:
     """Return the smoothed loss of a branch less that of another one at the same tokens, and its standard error.
 
     The error is that of means over rows that both share, without what another seed would change; 0 with one group of rows.
@@ -117,15 +160,22 @@ def smoothed_difference(curve: Sequence[Evaluation], other: Sequence[Evaluation]
     for share, one, two in zip(_shares(len(curve)), curve, other, strict=False):
         weight, number = sum(one.weights), len(one.losses)
         differences = [x - y for x, y in zip(one.losses, two.losses, strict=True)]
-        mean = sum(w * d for w, d in zip(one.weights, differences, strict=True)) / weight
-        squares = sum((w * (d - mean)) ** 2 for w, d in zip(one.weights, differences, strict=True))
+        mean = (
+            sum(w * d for w, d in zip(one.weights, differences, strict=True)) / weight
+        )
+        squares = sum(
+            (w * (d - mean)) ** 2 for w, d in zip(one.weights, differences, strict=True)
+        )
         total += share * mean
         variance += share**2 * squares / weight**2 * number / max(number - 1, 1)
     return total, math.sqrt(variance)
 
 
 def is_losing(
-    curve: Sequence[Evaluation], smaller: Sequence[Sequence[Evaluation]], num_evaluations: int, tolerance: float
+    curve: Sequence[Evaluation],
+    smaller: Sequence[Sequence[Evaluation]],
+    num_evaluations: int,
+    tolerance: float,
 ) -> bool:
     """Return whether a branch has clearly lost against complete branches of smaller batches: its window need not be run on."""
     done = len(curve)
@@ -138,7 +188,10 @@ def is_losing(
         gap, error = smoothed_difference(curve, other)
         before, _ = smoothed_difference(curve[: done // 2], other)
         closing = min((gap - before) / (done - done // 2), 0.0)
-        if gap + closing * (num_evaluations - done) - CLEAR_ERRORS * error > CLEAR_TOLERANCES * tolerance:
+        if (
+            gap + closing * (num_evaluations - done) - CLEAR_ERRORS * error
+            > CLEAR_TOLERANCES * tolerance
+        ):
             return True
     return False
 
@@ -150,7 +203,9 @@ class BranchResult:
     multiple: Fraction  # its batch by that of the run
     global_batch_size: int  # its batch, in samples
     loss: float | None  # its smoothed loss; None if it is not finite
-    standard_error: float | None  # of its difference from the best smaller branch; 0 for the smallest, None if not finite
+    standard_error: (
+        float | None
+    )  # of its difference from the best smaller branch; 0 for the smallest, None if not finite
     stopped: bool  # whether it was stopped early
     difference: float | None  # from the best smaller branch, or None
     # The share of additional tokens that its batch needs, compared with the best smaller branch: the estimate, and the ends of
@@ -166,8 +221,13 @@ def find_critical(
     complete: list[Sequence[Evaluation]] = []
     critical = 0
     for number, curve in enumerate(curves):
-        stopped = len(curve) < window.num_evaluations or not math.isfinite(curve[-1].mean)
-        gap, error = max((smoothed_difference(curve, other) for other in complete), default=(0.0, 0.0))
+        stopped = len(curve) < window.num_evaluations or not math.isfinite(
+            curve[-1].mean
+        )
+        gap, error = max(
+            (smoothed_difference(curve, other) for other in complete),
+            default=(0.0, 0.0),
+        )
         if not stopped:
             critical = number if gap <= tolerance else critical
             complete.append(curve)
@@ -178,7 +238,9 @@ def find_critical(
                 loss=finite_or_none(smoothed_loss(curve)),
                 standard_error=finite_or_none(error),
                 stopped=stopped,
-                difference=finite_or_none(gap) if len(complete) > (not stopped) else None,
+                difference=finite_or_none(gap)
+                if len(complete) > (not stopped)
+                else None,
             )
         )
     return tuple(results), critical
@@ -191,10 +253,16 @@ class Verdict:
     branches: tuple[BranchResult, ...]  # smallest batch first
     critical: int  # the number of the branch with the critical batch
     tolerance: float  # nats by which a branch may be worse than a smaller one
-    gain: float | None  # nats by which the window lowered the loss of the smallest branch; None if it was stopped
+    gain: (
+        float | None
+    )  # nats by which the window lowered the loss of the smallest branch; None if it was stopped
     decisive: bool  # whether the window could tell a batch that wastes half of its samples from one that wastes none
-    deciding_samples: int | None = None  # samples of a window that could, if this one could not; None = nothing says so
-    earlier: int | None = None  # the number of the branch that the first half of the window shows, if it is another one
+    deciding_samples: int | None = (
+        None  # samples of a window that could, if this one could not; None = nothing says so
+    )
+    earlier: int | None = (
+        None  # the number of the branch that the first half of the window shows, if it is another one
+    )
 
 
 def judge(
@@ -213,7 +281,13 @@ def judge(
         tolerance = TOLERANCE_SHARE * likely * progress
     results, critical = find_critical(window, curves, tolerance)
     if gain is None or likely == 0:
-        return Verdict(branches=results, critical=critical, tolerance=tolerance, gain=gain, decisive=False)
+        return Verdict(
+            branches=results,
+            critical=critical,
+            tolerance=tolerance,
+            gain=gain,
+            decisive=False,
+        )
     errors = [branch.standard_error or 0.0 for branch in results if not branch.stopped]
     # How many times as much the window would have to gain. A longer one gains, and is evaluated on rows, in proportion.
     needed = max(
@@ -224,26 +298,44 @@ def judge(
     is_clear = gain > CLEAR_ERRORS * gain_error
     is_decisive = is_clear and needed <= 1
     half = [curve[: -(-window.num_evaluations // 2)] for curve in curves]
-    earlier = find_critical(replace(window, num_evaluations=len(half[0])), half, tolerance)[1]
+    earlier = find_critical(
+        replace(window, num_evaluations=len(half[0])), half, tolerance
+    )[1]
     return Verdict(
-        branches=tuple(_with_overhead(branch, gain * progress) for branch in results) if is_clear else results,
+        branches=tuple(_with_overhead(branch, gain * progress) for branch in results)
+        if is_clear
+        else results,
         critical=critical,
         tolerance=tolerance,
         gain=gain,
         decisive=is_decisive,
-        deciding_samples=None if is_decisive else longer_window(window.samples, consumed_samples, max(needed, 1.0)),
+        deciding_samples=None
+        if is_decisive
+        else longer_window(window.samples, consumed_samples, max(needed, 1.0)),
         earlier=None if earlier == critical else earlier,
     )
 
 
-def samples_for_gain(curve: Iterable[tuple[int, float]], consumed_samples: int, gain: float = DEFAULT_GAIN) -> int:
+def samples_for_gain(
+    curve: Iterable[tuple[int, float]],
+    consumed_samples: int,
+    gain: float = DEFAULT_GAIN,
+) -> int:
     """Return after how many samples the loss of a run is lower by `gain`, by its second half; 0 if that does not say it."""
-    second_half = [(n, loss) for n, loss in curve if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)]
+    second_half = [
+        (n, loss)
+        for n, loss in curve
+        if consumed_samples / 2 <= n <= consumed_samples and math.isfinite(loss)
+    ]
     if len(second_half) < LEAST_EVALUATIONS:
         return 0
     _, slope, _ = weighted_line([(math.log(n), loss, 1.0) for n, loss in second_half])
     # A slope that promises the gain only after a hundred times the samples promises nothing.
-    return math.ceil(consumed_samples * math.expm1(gain / -slope)) if slope < 0 and gain / -slope < math.log(100) else 0
+    return (
+        math.ceil(consumed_samples * math.expm1(gain / -slope))
+        if slope < 0 and gain / -slope < math.log(100)
+        else 0
+    )
 
 
 def longer_window(samples: int, consumed_samples: int, times: float) -> int:
@@ -253,29 +345,50 @@ def longer_window(samples: int, consumed_samples: int, times: float) -> int:
     return max(math.ceil(consumed * math.expm1(exponent)), math.ceil(times * samples))
 
 
-def _gain(smallest: Sequence[Evaluation], checkpoint: Evaluation, num_evaluations: int) -> tuple[float | None, float]:
+def _gain(
+    smallest: Sequence[Evaluation], checkpoint: Evaluation, num_evaluations: int
+) -> tuple[float | None, float]:
     """Return what the window lowered the loss of the smallest branch, and its standard error."""
     if len(smallest) < num_evaluations or not math.isfinite(smallest[-1].mean):
         return None, 0.0
     return smoothed_difference([checkpoint], [smallest[-1]])
 
 
-def tolerance_of(curves: Sequence[Sequence[Evaluation]], checkpoint: Evaluation | None, num_evaluations: int) -> float:
+def tolerance_of(
+    curves: Sequence[Sequence[Evaluation]],
+    checkpoint: Evaluation | None,
+    num_evaluations: int,
+) -> float:
     """Return the default tolerance as far as it is known: infinite before the smallest branch is complete."""
-    gain = None if checkpoint is None else _gain(curves[0], checkpoint, num_evaluations)[0]
-    return TOLERANCE_SHARE * gain * _progress(num_evaluations) if gain is not None and gain > 0 else math.inf
+    gain = (
+        None if checkpoint is None else _gain(curves[0], checkpoint, num_evaluations)[0]
+    )
+    return (
+        TOLERANCE_SHARE * gain * _progress(num_evaluations)
+        if gain is not None and gain > 0
+        else math.inf
+    )
 
 
 def _progress(num_evaluations: int) -> float:
     """Return the part of the window that has passed in a smoothed loss, whose older evaluations are earlier in it."""
-    return sum(share * number / num_evaluations for number, share in enumerate(_shares(num_evaluations), start=1))
+    return sum(
+        share * number / num_evaluations
+        for number, share in enumerate(_shares(num_evaluations), start=1)
+    )
 
 
 def _with_overhead(branch: BranchResult, gain: float) -> BranchResult:
     if branch.difference is None or branch.standard_error is None:
         return branch
-    wasted = [(branch.difference + errors * branch.standard_error) / gain for errors in (0, -2, 2)]
-    value, low, high = (None if share >= 1 else max(share, 0.0) / (1 - max(share, 0.0)) for share in wasted)
+    wasted = [
+        (branch.difference + errors * branch.standard_error) / gain
+        for errors in (0, -2, 2)
+    ]
+    value, low, high = (
+        None if share >= 1 else max(share, 0.0) / (1 - max(share, 0.0))
+        for share in wasted
+    )
     return replace(branch, token_overhead=(value, low, high))
 
 
@@ -284,7 +397,13 @@ Bound = Literal["exact", "at_least", "at_most"]
 
 def critical_bound(sizes: Sequence[int], critical: int) -> Bound:
     """Return what the critical batch of branches says: a bound if it is the largest or the smallest that was tried."""
-    return "at_most" if critical == min(sizes) else "at_least" if critical == max(sizes) else "exact"
+    return (
+        "at_most"
+        if critical == min(sizes)
+        else "at_least"
+        if critical == max(sizes)
+        else "exact"
+    )
 
 
 def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:
@@ -294,5 +413,7 @@ def implied_noise_scale(size: float, *, tolerance: float, gain: float) -> float:
 
 def _shares(number: int) -> list[float]:
     """Return the weight of each evaluation in the smoothed loss."""
-    newest_first = [SMOOTHING * (1 - SMOOTHING) ** age for age in range(number - 1)] + [(1 - SMOOTHING) ** (number - 1)]
+    newest_first = [SMOOTHING * (1 - SMOOTHING) ** age for age in range(number - 1)] + [
+        (1 - SMOOTHING) ** (number - 1)
+    ]
     return newest_first[::-1]

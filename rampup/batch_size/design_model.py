@@ -28,9 +28,14 @@ PUBLISHED_GROWTH = 0.47
 # Exponents of the loss over the data, reducible part: Hoffmann et al. 2022 (arXiv 2203.15556), and the refit of their data by
 # Besiroglu et al. 2024 (arXiv 2404.10102).
 DATA_EXPONENTS = (0.28, 0.37)
-PARTS, FORGETTING_PARTS = 1024, 1000  # parts of a schedule in which the models are integrated
+PARTS, FORGETTING_PARTS = (
+    1024,
+    1000,
+)  # parts of a schedule in which the models are integrated
 MOST_LENGTHS = 3  # a schedule that has not reached a loss after so many lengths of the run is taken never to reach it
-Schedule = tuple[tuple[int, int], ...]  # thresholds in samples with the batch from there on, the first at 0
+Schedule = tuple[
+    tuple[int, int], ...
+]  # thresholds in samples with the batch from there on, the first at 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +77,39 @@ class NoisePoint(NamedTuple):
 
     def scaled(self, factor: float) -> Self:
         """Return the measurement with its noise scale and both ends times a factor."""
-        return self._replace(noise=self.noise * factor, low=self.low * factor, high=self.high * factor)
+        return self._replace(
+            noise=self.noise * factor, low=self.low * factor, high=self.high * factor
+        )
 
     def widened(self, low: float, high: float) -> Self:
         """Return the measurement with an interval that contains another one too; a bound stays as it is."""
-        return self if self.is_bound else self._replace(low=min(self.low, low), high=max(self.high, high))
+        return (
+            self
+            if self.is_bound
+            else self._replace(low=min(self.low, low), high=max(self.high, high))
+        )
 
 
-def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
+def noise_curves(
+    points: Sequence[NoisePoint], growth: float | None = None
+) -> tuple[NoiseCurve, NoiseCurve, NoiseCurve]:
     """Return the noise scale over the progress, and the lower and the upper end of its interval, from points in order."""
     # Where a measurement is only a bound, the curve has the others, held to it; the bounds themselves if there are no others.
     exact = [point for point in points if not point.is_bound]
-    known = NoiseCurve(knots=tuple((point.samples, point.noise) for point in exact), growth=0.0)
+    known = NoiseCurve(
+        knots=tuple((point.samples, point.noise) for point in exact), growth=0.0
+    )
     values = [point.noise for point in points]
     for number, point in enumerate(points):
         if point.is_bound and exact:
-            values[number] = (max if point.high == math.inf else min)(point.noise, known.at(point.samples))
-    ends = values, [point.low or min(point.noise, 1.0) for point in points], [point.high for point in points]
+            values[number] = (max if point.high == math.inf else min)(
+                point.noise, known.at(point.samples)
+            )
+    ends = (
+        values,
+        [point.low or min(point.noise, 1.0) for point in points],
+        [point.high for point in points],
+    )
     knots = []
     for noises in ends:
         progress = 0.0
@@ -105,15 +126,25 @@ def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> t
     if len(exact) > 2 and growth is None:
         # A line through the second half of the measurements, each by its precision. Its slope has an interval of its own.
         rows = []
-        placed = [(place, point) for (place, _), point in zip(knots[0], points, strict=True) if not point.is_bound]
+        placed = [
+            (place, point)
+            for (place, _), point in zip(knots[0], points, strict=True)
+            if not point.is_bound
+        ]
         for place, point in placed[len(exact) // 2 :]:
             ratios = (point.noise / point.low, point.high / point.noise, 1.001)
             width = max(math.log(ratio) for ratio in ratios if ratio < math.inf)
             rows.append((math.log(place), math.log(point.noise), width**-2))
         _, slope, squares = weighted_line(rows)
         error = squares**-0.5 if squares else math.inf
-        growths = [min(max(each, 0.0), PUBLISHED_GROWTH) for each in (slope, slope - error, slope + error)]
-    middle, low, high = (NoiseCurve(knots=each, growth=power) for each, power in zip(knots, growths, strict=True))
+        growths = [
+            min(max(each, 0.0), PUBLISHED_GROWTH)
+            for each in (slope, slope - error, slope + error)
+        ]
+    middle, low, high = (
+        NoiseCurve(knots=each, growth=power)
+        for each, power in zip(knots, growths, strict=True)
+    )
     return middle, low, high
 
 
@@ -121,18 +152,29 @@ def noise_curves(points: Sequence[NoisePoint], growth: float | None = None) -> t
 class StepTimes:
     """Seconds of an optimizer step by global batch size."""
 
-    measured: tuple[tuple[int, float], ...]  # (batch, seconds), ascending; straight lines between them
+    measured: tuple[
+        tuple[int, float], ...
+    ]  # (batch, seconds), ascending; straight lines between them
     slope: float  # of a line for other batches, moved to meet the nearest measured one
-    others: Literal["line", "least", "most"] = "line"  # times of batches that are not between measured ones, see `bounds`
+    others: Literal["line", "least", "most"] = (
+        "line"  # times of batches that are not between measured ones, see `bounds`
+    )
 
     @classmethod
     def fit(cls, seconds: dict[int, float]) -> Self:
         """Return the times of measured steps, by their batch. With a single one, time is in proportion to the batch."""
         points = tuple(sorted(seconds.items()))
         if not points or points[0][0] < 1 or min(time for _, time in points) <= 0:
-            raise DataError("there are no step times to design with; they must be positive", key="measured")
+            raise DataError(
+                "there are no step times to design with; they must be positive",
+                key="measured",
+            )
         even = [(batch, time, 1.0) for batch, time in points]
-        slope = max(weighted_line(even)[1], 0.0) if len(points) > 1 else points[0][1] / points[0][0]
+        slope = (
+            max(weighted_line(even)[1], 0.0)
+            if len(points) > 1
+            else points[0][1] / points[0][0]
+        )
         return cls(measured=points, slope=slope)
 
     def bounds(self) -> tuple[Self, Self]:
@@ -141,7 +183,10 @@ class StepTimes:
 
     def total(self, schedule: Schedule, samples: float) -> float:
         """Return the seconds of a schedule up to a number of samples."""
-        return sum(part / batch * self.at(batch) for batch, part in _parts_of(schedule, samples))
+        return sum(
+            part / batch * self.at(batch)
+            for batch, part in _parts_of(schedule, samples)
+        )
 
     def at(self, batch: int) -> float:
         """Return the seconds of a step."""
@@ -176,7 +221,13 @@ class DesignModel:
     noise: NoiseCurve
     times: StepTimes
 
-    def run(self, schedule: Schedule, *, samples: int | None = None, progress: float | None = None) -> Outcome:
+    def run(
+        self,
+        schedule: Schedule,
+        *,
+        samples: int | None = None,
+        progress: float | None = None,
+    ) -> Outcome:
         """Return the outcome of a schedule after a number of samples, or if that is None at a progress."""
         done, reached = 0.0, 0.0
         total: float = math.inf if samples is None else samples
@@ -184,17 +235,35 @@ class DesignModel:
         for (start, batch), (end, _) in itertools.pairwise([*starts, (total, 0)]):
             # Short parts while little is done, because the noise scale changes on a logarithmic scale.
             while done < end:
-                part = min(end - done, max(done / PARTS * 4, (end - start if end < math.inf else progress or 0.0) / PARTS, 1.0))
+                part = min(
+                    end - done,
+                    max(
+                        done / PARTS * 4,
+                        (end - start if end < math.inf else progress or 0.0) / PARTS,
+                        1.0,
+                    ),
+                )
                 # No part goes beyond a knot of the noise curve, which may be close to the one before it.
                 place = bisect.bisect_right(self.noise.knots, (reached, math.inf))
-                knot = self.noise.knots[place][0] if place < len(self.noise.knots) else math.inf
-                middle = min(reached + part / 2 / (1 + batch / self.noise.at(reached)), (reached + knot) / 2)
+                knot = (
+                    self.noise.knots[place][0]
+                    if place < len(self.noise.knots)
+                    else math.inf
+                )
+                middle = min(
+                    reached + part / 2 / (1 + batch / self.noise.at(reached)),
+                    (reached + knot) / 2,
+                )
                 gain = part / (1 + batch / self.noise.at(middle))
                 if reached + gain > knot:
                     price = 1 + batch / self.noise.at((reached + knot) / 2)
                     part = min(part, (knot - reached) * price)
                     gain = min(part / price, knot - reached)
-                if progress is not None and samples is None and reached + gain >= progress:
+                if (
+                    progress is not None
+                    and samples is None
+                    and reached + gain >= progress
+                ):
                     part *= (progress - reached) / gain
                     gain, end = progress - reached, done
                 done, reached = done + part, reached + gain
@@ -203,8 +272,12 @@ class DesignModel:
         return self._outcome(schedule, total, reached)
 
     def _outcome(self, schedule: Schedule, samples: float, progress: float) -> Outcome:
-        steps = math.ceil(sum(part / batch for batch, part in _parts_of(schedule, samples)))
-        return Outcome(steps, self.times.total(schedule, samples), math.ceil(samples), progress)
+        steps = math.ceil(
+            sum(part / batch for batch, part in _parts_of(schedule, samples))
+        )
+        return Outcome(
+            steps, self.times.total(schedule, samples), math.ceil(samples), progress
+        )
 
     def best_schedule(self, sizes: Sequence[int], *, progress: float) -> Schedule:
         """Return the schedule of ascending sizes that reaches a progress in the least time, of all that do not shrink."""
@@ -214,30 +287,45 @@ class DesignModel:
         while reached < progress:
             edges.add(reached)
             reached += max(reached / PARTS * 4, progress / PARTS / 64)
-        parts = [(end - start, self.noise.at((start + end) / 2)) for start, end in itertools.pairwise(sorted(edges))]
-        prices = [(number, size, self.times.at(size) / size) for number, size in enumerate(sizes)][::-1]
+        parts = [
+            (end - start, self.noise.at((start + end) / 2))
+            for start, end in itertools.pairwise(sorted(edges))
+        ]
+        prices = [
+            (number, size, self.times.at(size) / size)
+            for number, size in enumerate(sizes)
+        ][::-1]
         # From the end backwards: the least time of the rest, if the batch may be `sizes[number]` or any larger one.
         rest, choices = [0.0] * len(sizes), list[list[int]]()
         for length, noise in reversed(parts):
             best, after, rest = (math.inf, 0), rest, rest.copy()
             choices.append([0] * len(sizes))
             for number, size, price in prices:
-                best = min(best, (length * price * (1 + size / noise) + after[number], number))
+                best = min(
+                    best, (length * price * (1 + size / noise) + after[number], number)
+                )
                 rest[number], choices[-1][number] = best
         switches, done, number = dict[int, int](), 0.0, 0
         for (length, noise), choice in zip(parts, reversed(choices), strict=True):
             number = choice[number]
             if not switches or sizes[number] != next(reversed(switches.values())):
-                switches[round(done)] = sizes[number]  # of several batches from one whole sample on, the last
+                switches[round(done)] = sizes[
+                    number
+                ]  # of several batches from one whole sample on, the last
             done += length * (1 + sizes[number] / noise)
         # The constants too: where the optimum is one of them, it is not to lose by the rounding of a threshold.
         found = [tuple(switches.items()), *(((0, size),) for size in sizes)]
-        return min(found, key=lambda schedule: self.run(schedule, progress=progress).seconds)
+        return min(
+            found, key=lambda schedule: self.run(schedule, progress=progress).seconds
+        )
 
     def late_switch(self, sizes: Sequence[int], *, samples: int) -> Schedule:
         """Return the schedule with one late switch from the smallest batch that is fastest to the loss of that batch."""
         target = self.run(((0, sizes[0]),), samples=samples).progress
-        return min(late_switches(sizes, samples), key=lambda schedule: self.run(schedule, progress=target).seconds)
+        return min(
+            late_switches(sizes, samples),
+            key=lambda schedule: self.run(schedule, progress=target).seconds,
+        )
 
 
 class Point(NamedTuple):
@@ -271,7 +359,11 @@ class ForgettingModel:
     def gain(self, size: int, progress: float) -> float:
         """Return the progress that a sample makes in a batch, there."""
         noise = self.model.noise.at(progress)
-        step = math.pow(size / self.batch, self.power) * self.batch / (1 + self.batch / noise)
+        step = (
+            math.pow(size / self.batch, self.power)
+            * self.batch
+            / (1 + self.batch / noise)
+        )
         return min(step, noise) / size
 
     def follow(self, schedule: Schedule, loss: float = -math.inf) -> Point:
@@ -279,14 +371,25 @@ class ForgettingModel:
         here = Point(0.0, 0.0, math.nan)
         part = self.length / FORGETTING_PARTS
         last = self.model.noise.knots[-1][0]
-        while here.samples < self.length * (1 if loss == -math.inf else MOST_LENGTHS) - part / 2:
-            size = next(size for start, size in reversed(schedule) if start <= here.samples + part / 2)
+        while (
+            here.samples
+            < self.length * (1 if loss == -math.inf else MOST_LENGTHS) - part / 2
+        ):
+            size = next(
+                size
+                for start, size in reversed(schedule)
+                if start <= here.samples + part / 2
+            )
             gain = self.gain(size, here.progress)
             progress = here.progress + gain * part
             fall = self.slope * (max(progress, last) / last) ** -DATA_EXPONENTS[0]
             level = gain / self.gain(self.batch, here.progress) * fall
             before = level if here.samples == 0 else here.noise
-            here = Point(here.samples + part, progress, level + (before - level) * math.exp(-gain * part / self.memory))
+            here = Point(
+                here.samples + part,
+                progress,
+                level + (before - level) * math.exp(-gain * part / self.memory),
+            )
             if self.loss(here) <= loss:
                 return here
         return here if loss == -math.inf else here._replace(samples=math.inf)
@@ -294,32 +397,54 @@ class ForgettingModel:
     def loss(self, point: Point) -> float:
         """Return the loss, less that of the signal at the last measurement."""
         last = self.model.noise.knots[-1][0]
-        return loss_penalty(point.progress, last, slope=self.slope, measured_at=last) + point.noise
+        return (
+            loss_penalty(point.progress, last, slope=self.slope, measured_at=last)
+            + point.noise
+        )
 
     def seconds(self, schedule: Schedule, loss: float) -> float:
         """Return the seconds until a schedule has a loss; infinite if it has not after three times the samples of the run."""
         samples = self.follow(schedule, loss).samples
-        return self.model.times.total(schedule, samples) if samples < math.inf else math.inf
+        return (
+            self.model.times.total(schedule, samples)
+            if samples < math.inf
+            else math.inf
+        )
 
     def late_switch(self, sizes: Sequence[int]) -> Schedule:
         """Return the schedule with one switch from the smallest batch, in the second half, whose loss is the lowest."""
-        return min(late_switches(sizes, self.length), key=lambda schedule: self.loss(self.follow(schedule)))
+        return min(
+            late_switches(sizes, self.length),
+            key=lambda schedule: self.loss(self.follow(schedule)),
+        )
 
 
 def late_switches(sizes: Sequence[int], samples: int) -> list[Schedule]:
     """Return the schedules with one switch from the smallest batch, in the second half of the samples (arXiv 2602.14208)."""
     start = (0, sizes[0])
-    return [(start, (round(samples * share / 20), size)) for share in range(10, 20) for size in sizes[1:]] or [(start,)]
+    return [
+        (start, (round(samples * share / 20), size))
+        for share in range(10, 20)
+        for size in sizes[1:]
+    ] or [(start,)]
 
 
 def _parts_of(schedule: Schedule, samples: float) -> list[tuple[int, float]]:
     """Return the batches of a schedule, each with its samples, up to a number of them."""
     ends = [*(float(start) for start, _ in schedule[1:]), math.inf]
-    return [(batch, max(min(end, samples) - start, 0.0)) for (start, batch), end in zip(schedule, ends, strict=True)]
+    return [
+        (batch, max(min(end, samples) - start, 0.0))
+        for (start, batch), end in zip(schedule, ends, strict=True)
+    ]
 
 
 def loss_penalty(
-    progress: float, reference: float, *, slope: float, measured_at: float, exponent: float = DATA_EXPONENTS[0]
+    progress: float,
+    reference: float,
+    *,
+    slope: float,
+    measured_at: float,
+    exponent: float = DATA_EXPONENTS[0],
 ) -> float:
     """Return the loss at a progress less that at another one, by a power law of the reducible loss.
 
@@ -333,25 +458,45 @@ def loss_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None
     """Return start and slope of a line through the loss over the logarithm of the samples consumed, in the second half of a
     run, where the loss does not grow; None if it is short.
     """
-    late = [(samples, loss) for samples, loss in points if 2 * samples >= points[-1][0] and math.isfinite(loss)]
+    late = [
+        (samples, loss)
+        for samples, loss in points
+        if 2 * samples >= points[-1][0] and math.isfinite(loss)
+    ]
     if len(late) < 8:
         return None
     rows = [(math.log(samples), loss, 1.0) for samples, loss in late]
     start, slope, _ = weighted_line(rows)
-    return (start, slope) if slope < 0 else (sum(loss for _, loss in late) / len(late), 0.0)
+    return (
+        (start, slope)
+        if slope < 0
+        else (sum(loss for _, loss in late) / len(late), 0.0)
+    )
 
 
-def format_schedule(schedule: Iterable[tuple[int, int]], *, tokens_per_sample: int = 1) -> str:
+def format_schedule(
+    schedule: Iterable[tuple[int, int]], *, tokens_per_sample: int = 1
+) -> str:
     """Return a schedule as the key `batch_size_schedule` takes it."""
-    return " ".join(f"{threshold * tokens_per_sample}:{size}" for threshold, size in schedule)
+    return " ".join(
+        f"{threshold * tokens_per_sample}:{size}" for threshold, size in schedule
+    )
 
 
-def weighted_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+def weighted_line(
+    points: Sequence[tuple[float, float, float]],
+) -> tuple[float, float, float]:
     """Return start, slope and inverse variance of the slope of a least-squares line through (x, y, inverse variance of y)."""
     total = sum(weight for *_, weight in points)
-    mean_x, mean_y = (sum(point[axis] * point[2] for point in points) / total for axis in (0, 1))
-    if len({x for x, *_ in points}) == 1:  # their mean may differ from them in its last bit
+    mean_x, mean_y = (
+        sum(point[axis] * point[2] for point in points) / total for axis in (0, 1)
+    )
+    if (
+        len({x for x, *_ in points}) == 1
+    ):  # their mean may differ from them in its last bit
         return mean_y, 0.0, 0.0
     squares = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
-    slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / squares
+    slope = (
+        sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / squares
+    )
     return mean_y - slope * mean_x, slope, squares

@@ -14,7 +14,9 @@ EpsScaling = Literal["none", "sde"]
 WeightDecayScaling = Literal["none", "timescale", "power_lines"]
 # The best B / (learning rate * weight decay * D) falls with the tokens per parameter, to this power (Bergsma et al. 2025).
 TIMESCALE_EXPONENT = -0.527
-MAX_DECAY_RATE = 1 - 2**-24  # the largest decay rate below 1 that a device can tell from 1, in float32
+MAX_DECAY_RATE = (
+    1 - 2**-24
+)  # the largest decay rate below 1 that a device can tell from 1, in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +59,34 @@ class AdamScaling:
     token_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        kinds = {"b1": DecayScaling, "b2": DecayScaling, "eps": EpsScaling, "weight_decay": WeightDecayScaling}
-        wrong = [name for name, kind in kinds.items() if getattr(self, name) not in get_args(kind)]
-        raise_together([choice_error(f"AdamScaling.{name}", getattr(self, name), get_args(kinds[name])) for name in wrong])
+        kinds = {
+            "b1": DecayScaling,
+            "b2": DecayScaling,
+            "eps": EpsScaling,
+            "weight_decay": WeightDecayScaling,
+        }
+        wrong = [
+            name
+            for name, kind in kinds.items()
+            if getattr(self, name) not in get_args(kind)
+        ]
+        raise_together(
+            [
+                choice_error(
+                    f"AdamScaling.{name}", getattr(self, name), get_args(kinds[name])
+                )
+                for name in wrong
+            ]
+        )
 
     @property
     def is_active(self) -> bool:
         """Whether any constant depends on the batch."""
         return (self.b1, self.b2, self.eps, self.weight_decay) != ("none",) * 4
 
-    def constants(self, base: AdamConstants, *, ratio: float, rate_scale: float, where: str = "") -> AdamConstants:
+    def constants(
+        self, base: AdamConstants, *, ratio: float, rate_scale: float, where: str = ""
+    ) -> AdamConstants:
         """Return the constants for a batch, `ratio` times the reference batch, whose constants are `base`.
 
         The batch puts the factor `rate_scale` on the learning rate; `where` names its phase in errors.
@@ -82,11 +102,24 @@ class AdamScaling:
                 rates[name] = b
                 continue
             scaled = b**ratio if rule == "half_life" else 1 - ratio * (1 - b)
-            rates[name] = min(max(scaled, -1 if floor is None else floor), 1 if ceiling is None else ceiling)
+            rates[name] = min(
+                max(scaled, -1 if floor is None else floor),
+                1 if ceiling is None else ceiling,
+            )
             if not 0 <= rates[name] <= MAX_DECAY_RATE:
-                formula = f"{b:g} ** {ratio:g}" if rule == "half_life" else f"1 - {ratio:g} * (1 - {b:g})"
-                problem, fix = ("below 0", "adam_b2_floor") if scaled < 0 else ("1 in float32", "AdamScaling(b2_ceiling=...)")
-                fixes = [f"set {fix}"] * (name == "b2") + ["use the rule half_life"] * (rule == "sde")
+                formula = (
+                    f"{b:g} ** {ratio:g}"
+                    if rule == "half_life"
+                    else f"1 - {ratio:g} * (1 - {b:g})"
+                )
+                problem, fix = (
+                    ("below 0", "adam_b2_floor")
+                    if scaled < 0
+                    else ("1 in float32", "AdamScaling(b2_ceiling=...)")
+                )
+                fixes = [f"set {fix}"] * (name == "b2") + ["use the rule half_life"] * (
+                    rule == "sde"
+                )
                 raise ConfigError(
                     f"the rule {rule} gives adam_{name} = {formula} = {scaled:.9g} for {where or 'this batch'}, which is "
                     f"{problem}; {', or '.join(fixes) or 'use larger batches'}",
@@ -94,8 +127,16 @@ class AdamScaling:
                     nearest=("half_life",) if rule == "sde" else (),
                 )
         # The timescale B / (learning rate * weight decay * D), relative to that of the reference.
-        timescale = self.token_ratio**TIMESCALE_EXPONENT if self.weight_decay == "power_lines" else 1.0
-        factor = 1.0 if self.weight_decay == "none" else ratio / rate_scale / self.token_ratio / timescale
+        timescale = (
+            self.token_ratio**TIMESCALE_EXPONENT
+            if self.weight_decay == "power_lines"
+            else 1.0
+        )
+        factor = (
+            1.0
+            if self.weight_decay == "none"
+            else ratio / rate_scale / self.token_ratio / timescale
+        )
         eps = base.eps / ratio**0.5 if self.eps == "sde" else base.eps
         return AdamConstants(**rates, eps=eps, weight_decay=base.weight_decay * factor)
 
@@ -111,19 +152,30 @@ BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
     "half_life": ("none", AdamScaling(b2="half_life", b2_ceiling=0.9999)),
     "timescale": ("sqrt", AdamScaling(weight_decay="timescale")),
     "power_lines": ("sqrt", AdamScaling(weight_decay="power_lines")),
-    "complete": ("sqrt", AdamScaling(b1="sde", b2="sde", eps="sde", weight_decay="timescale")),
+    "complete": (
+        "sqrt",
+        AdamScaling(b1="sde", b2="sde", eps="sde", weight_decay="timescale"),
+    ),
 }
 
 
-def adam_constants(plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> tuple[AdamConstants, ...]:
+def adam_constants(
+    plan: RampPlan, base: AdamConstants, scaling: AdamScaling
+) -> tuple[AdamConstants, ...]:
     """Return the constants of every segment of a plan's clock, or raise the errors of all segments at once."""
     found, problems = [], dict[str, RampupError]()
     for segment in plan.clock:
         ratio = segment.global_batch_size / plan.reference_size
         where = f"a global batch of {segment.global_batch_size:,} samples"
         try:
-            found.append(scaling.constants(base, ratio=ratio, rate_scale=segment.scale, where=where))
+            found.append(
+                scaling.constants(
+                    base, ratio=ratio, rate_scale=segment.scale, where=where
+                )
+            )
         except ConfigError as error:
-            problems[str(error)] = error  # with Seesaw, several segments have the same batch
+            problems[str(error)] = (
+                error  # with Seesaw, several segments have the same batch
+            )
     raise_together([*problems.values()])
     return tuple(found)

@@ -27,7 +27,9 @@ MIN_STEPS = 4.0  # effective number of steps below which there is no interval
 HALF_LIFE_SHARE, HALF_LIFE_BATCHES = 0.05, 30
 
 
-def noise_trace(squares: Any, weight: Any, squared_norm: Any, blocks: Any) -> tuple[Any, Any]:
+def noise_trace(
+    squares: Any, weight: Any, squared_norm: Any, blocks: Any
+) -> tuple[Any, Any]:
     """Return S and G2 of one step, from q, W, |g|^2 before clipping, and J, the number of blocks with a weight, at least 2."""
     trace = (squares - weight * squared_norm) / (blocks - 1)
     return trace, squared_norm - trace / weight
@@ -52,8 +54,15 @@ class NoiseEstimate:
         if self.low is None:
             return "not known yet"
         if self.value is None or self.high is None:
-            return f"at least {self.low:,.3g}" if self.low < 1000 else f"at least {self.low:,.0f}"
-        value, low, high = (f"{x:,.3g}" if x < 1000 else f"{x:,.0f}" for x in (self.value, self.low, self.high))
+            return (
+                f"at least {self.low:,.3g}"
+                if self.low < 1000
+                else f"at least {self.low:,.0f}"
+            )
+        value, low, high = (
+            f"{x:,.3g}" if x < 1000 else f"{x:,.0f}"
+            for x in (self.value, self.low, self.high)
+        )
         return f"{value} ({low} to {high})"
 
 
@@ -110,10 +119,17 @@ class NoiseScale:
         """The averages as JSON values, for a checkpoint. They come back bit for bit."""
         return asdict(self)
 
-    def update(self, *, samples: int, weight: float, trace: float, squared_norm: float) -> None:
+    def update(
+        self, *, samples: int, weight: float, trace: float, squared_norm: float
+    ) -> None:
         """Add a step of weight W, with S and G2. One whose values are not finite, or without weight, only ages the others."""
         decay = 2.0 ** (-samples / self.half_life_samples)
-        counts = weight > 0 and math.isfinite(weight) and math.isfinite(trace) and math.isfinite(squared_norm)
+        counts = (
+            weight > 0
+            and math.isfinite(weight)
+            and math.isfinite(trace)
+            and math.isfinite(squared_norm)
+        )
         w = weight if counts else 0.0
         before = decay * self.total
         self.total = before + w
@@ -123,7 +139,11 @@ class NoiseScale:
             return
         h, ds, dg = w / self.total, trace - self.trace, squared_norm - self.squared_norm
         # With more than half of the weight, the unbiased variance could be negative: its limit is what the steps before have.
-        kept, gain = (0.0, 0.0) if not before else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
+        kept, gain = (
+            (0.0, 0.0)
+            if not before
+            else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
+        )
         self.trace_variance = kept * self.trace_variance + gain * ds * ds
         self.squared_norm_variance = kept * self.squared_norm_variance + gain * dg * dg
         self.covariance = kept * self.covariance + gain * ds * dg
@@ -148,19 +168,31 @@ class NoiseScale:
     def in_samples(self) -> NoiseEstimate:
         """The noise scale in samples."""
         factor, found = self.samples_per_weight, self.tokens
-        value, low, high = (None if x is None else x * factor for x in (found.value, found.low, found.high))
+        value, low, high = (
+            None if x is None else x * factor
+            for x in (found.value, found.low, found.high)
+        )
         return NoiseEstimate(value=value, low=low, high=high)
 
     def metrics(self, prefix: str = "") -> dict[str, float | None]:
         """Return the noise scale under its names in metrics.jsonl. None is "not known", and for `high` also "no upper end"."""
         return {
             f"{prefix}noise_scale_{unit}{end}": value
-            for unit, found in {"samples": self.in_samples, "tokens": self.tokens}.items()
-            for end, value in {"": found.value, "_low": found.low, "_high": found.high}.items()
+            for unit, found in {
+                "samples": self.in_samples,
+                "tokens": self.tokens,
+            }.items()
+            for end, value in {
+                "": found.value,
+                "_low": found.low,
+                "_high": found.high,
+            }.items()
         }
 
 
-def fieller(s: float, g: float, var_s: float, var_g: float, cov: float, freedom: float) -> NoiseEstimate:
+def fieller(
+    s: float, g: float, var_s: float, var_g: float, cov: float, freedom: float
+) -> NoiseEstimate:
     """Return Fieller's interval of the ratio of two means, with their variances and their covariance."""
     # |G|^2 is not negative. An average of G2 below zero is noise, or comes from rows that are drawn without replacement.
     g, t2 = max(g, 0.0), student(freedom) ** 2
@@ -168,16 +200,24 @@ def fieller(s: float, g: float, var_s: float, var_g: float, cov: float, freedom:
     a, b, c = g * g - t2 * var_g, s * g - t2 * cov, s * s - t2 * var_s
     root = math.sqrt(max(b * b - a * c, 0.0))
     if a > 0:
-        return NoiseEstimate(value=s / g, low=max((b - root) / a, 0.0), high=(b + root) / a)
+        return NoiseEstimate(
+            value=s / g, low=max((b - root) / a, 0.0), high=(b + root) / a
+        )
     # G2 is not separable from zero: all ratios above the positive root, or if S is not separable either, all ratios.
-    return NoiseEstimate(value=None, low=(b - root) / a if a < 0 < c else 0.0, high=None)
+    return NoiseEstimate(
+        value=None, low=(b - root) / a if a < 0 < c else 0.0, high=None
+    )
 
 
-def measured_noise(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], NoiseEstimate]]:
+def measured_noise(
+    lines: Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], NoiseEstimate]]:
     """Yield the lines of a metrics.jsonl that have a noise scale in samples or a lower bound of it, with the estimate."""
     for line in lines:
         ends = [line.get(f"noise_scale_samples{end}") for end in ("", "_low", "_high")]
-        value, low, high = (float(end) if isinstance(end, int | float) else None for end in ends)
+        value, low, high = (
+            float(end) if isinstance(end, int | float) else None for end in ends
+        )
         if value is not None or low:
             yield line, NoiseEstimate(value=value, low=low, high=high)
 
@@ -186,7 +226,9 @@ def default_half_life(plan: RampPlan) -> float:
     """Return the half-life in samples with which a run averages, if none is given."""
     first = max(plan.reserved_sizes[:1] or plan.ramp.sizes)
     samples = first * plan.total_steps if plan.reserved_sizes else plan.consumed_samples
-    samples = samples if plan.budget_samples is None else plan.budget_samples  # total_steps would change as the batch grows
+    samples = (
+        samples if plan.budget_samples is None else plan.budget_samples
+    )  # total_steps would change as the batch grows
     return max(samples * HALF_LIFE_SHARE, float(first * HALF_LIFE_BATCHES))
 
 
@@ -196,15 +238,26 @@ def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         if num_replicas * split.num_microbatches >= 2:
             continue
-        smaller = [size for size in plan.splitter.legal_microbatches(plan.ramp.sizes) if size < split.microbatch_size]
-        fix = f"set microbatch_size={smaller[-1]}" if smaller else "set a larger batch, or more devices on the data axis"
+        smaller = [
+            size
+            for size in plan.splitter.legal_microbatches(plan.ramp.sizes)
+            if size < split.microbatch_size
+        ]
+        fix = (
+            f"set microbatch_size={smaller[-1]}"
+            if smaller
+            else "set a larger batch, or more devices on the data axis"
+        )
         found.append(
             ConfigError(
                 f"measure_gradient_noise=true compares the gradients of the blocks of a step, but {phase} has one block: "
                 f"num_replicas * num_microbatches = {num_replicas} * {split.num_microbatches} = 1 with "
                 f"microbatch_size={split.microbatch_size}; {fix}",
                 key="microbatch_size" if smaller else "measure_gradient_noise",
-                nearest=tuple(smaller[-1:]) or (() if plan.reserved_sizes else (False,)),  # auto needs the measurement
+                nearest=tuple(smaller[-1:])
+                or (
+                    () if plan.reserved_sizes else (False,)
+                ),  # auto needs the measurement
             )
         )
     return found

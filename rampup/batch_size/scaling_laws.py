@@ -25,10 +25,16 @@ class ScalingLaw(NamedTuple):
     name: str
     formula: str  # in the units of the source
     source: str
-    batch_tokens: Callable[[int, int], float]  # from the tokens D of the run and the parameters N of the model
+    batch_tokens: Callable[
+        [int, int], float
+    ]  # from the tokens D of the run and the parameters N of the model
     needs_params: bool = False  # whether it depends on N
-    overhead: float | None = None  # of a critical law: the share of additional tokens that its batch needs
-    learning_rate: Callable[[int, int], float] | None = None  # the peak rate of Adam that the source fits beside its batch
+    overhead: float | None = (
+        None  # of a critical law: the share of additional tokens that its batch needs
+    )
+    learning_rate: Callable[[int, int], float] | None = (
+        None  # the peak rate of Adam that the source fits beside its batch
+    )
     rate_formula: str = ""
 
     @property
@@ -39,7 +45,9 @@ class ScalingLaw(NamedTuple):
     def rate_at(self, batch_tokens: float, d: int, n: int) -> float:
         """Return the rate of the law for another batch than its own, by the square-root rule."""
         assert self.learning_rate is not None
-        return self.learning_rate(d, n) * float((batch_tokens / self.batch_tokens(d, n)) ** 0.5)
+        return self.learning_rate(d, n) * float(
+            (batch_tokens / self.batch_tokens(d, n)) ** 0.5
+        )
 
 
 POWER_LINES = "Bergsma et al. 2025, arXiv 2505.13738"
@@ -91,7 +99,10 @@ LAWS = (
         "Kaplan et al.",
         "2e8 * L**(-1 / 0.21) tokens, which need twice the tokens, with their loss L(N, D) at the end of the run",
         "Kaplan et al. 2020, arXiv 2001.08361, sections 4.1 and 5.1",
-        lambda d, n: 2e8 * (((6.4e13 / n) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103) ** (-1 / 0.21),
+        lambda d, n: (
+            2e8
+            * (((6.4e13 / n) ** (0.076 / 0.103) + 1.8e13 / d) ** 0.103) ** (-1 / 0.21)
+        ),
         needs_params=True,
         overhead=1.0,
     ),
@@ -120,7 +131,12 @@ RATES = (
 NO_RATES = "--params adds the peak learning rate of each batch"
 
 
-def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, tuned: str | None = None) -> dict[str, Any]:
+def suggest_batch(
+    train_tokens: str | int,
+    params: str | int | None = None,
+    *,
+    tuned: str | None = None,
+) -> dict[str, Any]:
     """Return the batch sizes that published scaling laws give for a run, as `rampup suggest --train-tokens --json` prints them.
 
     `tuned` is a learning rate and the batch in tokens for which it was tuned, such as `"3e-4@0.5M"`: each law then has the rate
@@ -131,7 +147,11 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     def count(value: str | int, key: str) -> int:
         try:
             if (number := parse_count(value, what=key, key=key)) < 1:
-                problems.append(ConfigError(f"{key}={value} must be at least 1", key=key, nearest=(1,)))
+                problems.append(
+                    ConfigError(
+                        f"{key}={value} must be at least 1", key=key, nearest=(1,)
+                    )
+                )
             return number
         except RampupError as error:
             problems.append(error)
@@ -153,23 +173,41 @@ def suggest_batch(train_tokens: str | int, params: str | int | None = None, *, t
     known = [law for law in LAWS if n is not None or not law.needs_params]
     rows = [_evaluate(law, d, n, pair) for law in known]
     optimal = [row["batch_tokens"] for row in rows if row["kind"] == "optimal"]
-    critical = [row["batch_tokens_at_overhead"][ADVISED] for row in rows if row["kind"] == "critical"]
+    critical = [
+        row["batch_tokens_at_overhead"][ADVISED]
+        for row in rows
+        if row["kind"] == "critical"
+    ]
     notes = list(NOTES)
     if max(optimal) > min(critical):
         notes.insert(0, EXCEEDS)
     if left_out := [law.name for law in LAWS if law not in known]:
-        notes.insert(0, f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}")
+        notes.insert(
+            0,
+            f"--params adds the laws that need the parameters of the model: {', '.join(left_out)}",
+        )
     notes.append(RATES if n is not None else NO_RATES)
     if pair is None:
-        notes.append("--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned")
+        notes.append(
+            "--tuned RATE@BATCH adds the rate of each batch by the square-root rule, from a pair that was tuned"
+        )
     ranges = {"optimal": optimal, "critical": critical}
     found = {"train_tokens": d, "params": n, "laws": rows}
-    return found | {f"{kind}_batch_tokens": [min(sizes), max(sizes)] for kind, sizes in ranges.items()} | {"notes": notes}
+    return (
+        found
+        | {
+            f"{kind}_batch_tokens": [min(sizes), max(sizes)]
+            for kind, sizes in ranges.items()
+        }
+        | {"notes": notes}
+    )
 
 
 def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
     """Return a sentence about a batch above all laws that need the tokens of the run only; nothing if one has it or more."""
-    sizes = {law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params}
+    sizes = {
+        law.batch_tokens(train_tokens, 0): law for law in LAWS if not law.needs_params
+    }
     largest = max(sizes)
     if batch_tokens <= largest:
         return ()
@@ -179,20 +217,35 @@ def batch_notes(train_tokens: int, batch_tokens: int) -> tuple[str, ...]:
     )
 
 
-def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None) -> dict[str, Any]:
+def _evaluate(
+    law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] | None
+) -> dict[str, Any]:
     """Return a law's row for D tokens and N parameters; one without a rate of its own has that of Step Law, for its batch."""
     size = max(round(law.batch_tokens(d, n or 0)), 1)
     row: dict[str, Any] = {"name": law.name, "kind": law.kind, "batch_tokens": size}
     if law.overhead is None:
         row["steps"] = -(-d // size)
     else:
-        sizes = {name: max(round(size * share / law.overhead), 1) for name, share in OVERHEADS.items()}
+        sizes = {
+            name: max(round(size * share / law.overhead), 1)
+            for name, share in OVERHEADS.items()
+        }
         row["batch_tokens_at_overhead"] = sizes
-        row["steps_at_overhead"] = {name: round(d * (1 + share) / sizes[name]) for name, share in OVERHEADS.items()}
+        row["steps_at_overhead"] = {
+            name: round(d * (1 + share) / sizes[name])
+            for name, share in OVERHEADS.items()
+        }
     row |= {"formula": law.formula, "source": law.source}
     if n is not None:
-        rate = STEP_LAW.rate_at(_advised(row), d, n) if law.learning_rate is None else law.learning_rate(d, n)
-        row |= {"learning_rate": rate, "learning_rate_formula": law.rate_formula or BORROWED_RATE}
+        rate = (
+            STEP_LAW.rate_at(_advised(row), d, n)
+            if law.learning_rate is None
+            else law.learning_rate(d, n)
+        )
+        row |= {
+            "learning_rate": rate,
+            "learning_rate_formula": law.rate_formula or BORROWED_RATE,
+        }
     if tuned is not None:
         tuned_rate, batch = tuned
         row["learning_rate_from_tuned"] = tuned_rate * (_advised(row) / batch) ** 0.5
@@ -201,5 +254,7 @@ def _evaluate(law: ScalingLaw, d: int, n: int | None, tuned: tuple[float, int] |
 
 def _advised(row: dict[str, Any]) -> int:
     """Return the batch of a row that is advised: the optimal one, or that of 20% more tokens."""
-    size: int = row.get("batch_tokens_at_overhead", {}).get(ADVISED, row["batch_tokens"])
+    size: int = row.get("batch_tokens_at_overhead", {}).get(
+        ADVISED, row["batch_tokens"]
+    )
     return size

@@ -55,7 +55,14 @@ GROUPS = {
     "other systems": ("check",),
 }
 # The modules of commands that share one.
-HOMES = {"train": "run", "generate": "run", "plot": "draw", "report": "draw", "suggest": "sizes", "fix": "sizes"}
+HOMES = {
+    "train": "run",
+    "generate": "run",
+    "plot": "draw",
+    "report": "draw",
+    "suggest": "sizes",
+    "fix": "sizes",
+}
 HOMES |= dict.fromkeys(("timetable", "rows", "inspect", "explain"), "look")
 # The commands that compute.
 ON_DEVICES = ("train", "generate", "critical", "tune")
@@ -65,7 +72,9 @@ class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
     def error(self, message: str) -> NoReturn:
-        if option := re.match(r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message):
+        if option := re.match(
+            r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message
+        ):
             message += f"; a key of the configuration is set without dashes, {option[1]}={option[2] or 'VALUE'}"
         raise common.usage_error(f"{message}; see `{self.prog} --help`")
 
@@ -84,8 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         common.skip_absent_tpu()
         if arguments and arguments[0] in ON_DEVICES:
             common.enable_huge_pages()
-    as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
+    as_json = "--json" in (
+        arguments[: arguments.index("--")] if "--" in arguments else arguments
+    )
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     # Orbax logs the failures that it also raises, which are printed here in a sentence, and drops what it had begun.
     for logger in ("absl", "asyncio"):
@@ -100,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except RampupError as error:
         _print_error(error, as_json=as_json)
-        code = common.EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else common.EXIT_REFUSED
+        code = (
+            common.EXIT_FAILED
+            if isinstance(error, StorageError | NonFiniteError)
+            else common.EXIT_REFUSED
+        )
     except KeyboardInterrupt:
         code = common.EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -111,21 +128,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if as_json:
             _print_error(error, as_json=True)
         code = common.EXIT_FAILED
-    if (distributed := sys.modules.get("rampup.loop.distributed")) is not None and distributed.has_failed.is_set():
+    if (
+        distributed := sys.modules.get("rampup.loop.distributed")
+    ) is not None and distributed.has_failed.is_set():
         distributed.leave(code)
     return code
 
 
 def _report_unraisable(problem: Any) -> None:
     """Report an error that nothing can catch, but not those of writes that end after one that has failed."""
-    if not re.match("Event loop is closed|Existing exports of data", str(problem.exc_value)):
+    if not re.match(
+        "Event loop is closed|Existing exports of data", str(problem.exc_value)
+    ):
         sys.__unraisablehook__(problem)
 
 
 def make_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
-    parser = _Parser(prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and everything else on standard error")
+    parser = _Parser(
+        prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object, and everything else on standard error",
+    )
     for flags, options in getattr(_home(name), name.upper()).items():
         parser.add_argument(*flags.split(), **options)
     return parser
@@ -140,16 +167,28 @@ def _dispatch(arguments: list[str]) -> int:
         print("usage: rampup COMMAND CONFIG.yml [key=value ...] [options]")
         width = max(map(len, COMMANDS))
         for title, names in GROUPS.items():
-            print("", f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names), sep="\n")
-        print("\nrampup COMMAND --help describes a command; rampup --version prints the version.")
+            print(
+                "",
+                f"{title}:",
+                *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names),
+                sep="\n",
+            )
+        print(
+            "\nrampup COMMAND --help describes a command; rampup --version prints the version."
+        )
         return 0
     if arguments[0] == "--version":
         print(f"rampup {rampup.__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        close = "".join(f"; did you mean {known}?" for known in difflib.get_close_matches(name, COMMANDS, n=1))
-        problem = f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
+        close = "".join(
+            f"; did you mean {known}?"
+            for known in difflib.get_close_matches(name, COMMANDS, n=1)
+        )
+        problem = (
+            f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
+        )
         raise common.usage_error(problem, nearest=tuple(COMMANDS))
     command: list[str] = []
     if name == "check" and "--" in rest:  # what follows is a command of another system
@@ -158,20 +197,33 @@ def _dispatch(arguments: list[str]) -> int:
     args.command = command
     from rampup.show.console import PLAIN, is_for_a_log
 
-    options = {"soft_wrap": not sys.stdout.isatty(), "force_terminal": False if is_for_a_log() else None}
+    options = {
+        "soft_wrap": not sys.stdout.isatty(),
+        "force_terminal": False if is_for_a_log() else None,
+    }
     console = args.console = _Console(stderr=args.json, **PLAIN, **options)
     result: common.Result = getattr(_home(name), name)(args)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
     if args.json and result.facts is not None:
-        print(json.dumps({**({} if result.problem is None else _error_object(result.problem)), **result.facts}))
+        print(
+            json.dumps(
+                {
+                    **({} if result.problem is None else _error_object(result.problem)),
+                    **result.facts,
+                }
+            )
+        )
     elif not args.json:
         result.show(console)
     return result.exit_code
 
 
 def _error_object(error: Exception) -> dict[str, Any]:
-    where = {"key": getattr(error, "key", None), "nearest": list(getattr(error, "nearest", ()))}
+    where = {
+        "key": getattr(error, "key", None),
+        "nearest": list(getattr(error, "nearest", ())),
+    }
     return {"error": {"type": type(error).__name__, "message": str(error), **where}}
 
 

@@ -48,27 +48,50 @@ EXIT_CLOSED = 141
 class Result:
     """What a command returns."""
 
-    facts: Mapping[str, Any] | None  # printed with `--json`; None = nothing, in a process that leaves it to process 0
-    show: Callable[[Console], None] = lambda console: None  # prints the result for people
+    facts: (
+        Mapping[str, Any] | None
+    )  # printed with `--json`; None = nothing, in a process that leaves it to process 0
+    show: Callable[[Console], None] = lambda console: (
+        None
+    )  # prints the result for people
     exit_code: int = 0
     problem: RampupError | None = None  # an error to report together with the result
 
 
-def usage_error(problem: str, *, key: str | None = None, nearest: Sequence[object] = ()) -> ConfigError:
+def usage_error(
+    problem: str, *, key: str | None = None, nearest: Sequence[object] = ()
+) -> ConfigError:
     """Return the error about what is on the command line."""
     return ConfigError(problem, key=key, nearest=nearest, path=COMMAND_LINE)
 
 
 def arg(metavar: str | None, words: str, **options: Any) -> dict[str, Any]:
     """Return what `add_argument` takes besides the name; without a metavar and other options, that of a switch."""
-    kind = {"metavar": metavar} if metavar is not None else {} if options else {"action": "store_true"}
+    kind = (
+        {"metavar": metavar}
+        if metavar is not None
+        else {}
+        if options
+        else {"action": "store_true"}
+    )
     return {**kind, "help": words, **options}
 
 
 # Arguments that several commands have, by name.
-OVERRIDES = {"overrides": arg("key=value", "settings that take precedence over the file", nargs="*", default=[])}
+OVERRIDES = {
+    "overrides": arg(
+        "key=value",
+        "settings that take precedence over the file",
+        nargs="*",
+        default=[],
+    )
+}
 CONFIG = {"config": arg("CONFIG.yml", "a configuration file"), **OVERRIDES}
-DEVICES = {"--devices": arg("N", "plan for N devices instead of those of this machine", type=int)}
+DEVICES = {
+    "--devices": arg(
+        "N", "plan for N devices instead of those of this machine", type=int
+    )
+}
 FAKE_DEVICES = {"--fake-devices": arg("N", "simulate N CPU devices", type=int)}
 SLICES = "TPU slices such as v5e:4x4, v5litepod-16 or 2*v5p-128, without them"
 TOPOLOGY = {"--topology": arg("NAME", f"plan for {SLICES}")}
@@ -92,14 +115,22 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
     """Return the devices of `--topology`, `--devices`, the configuration, or this machine; only the last needs JAX."""
     if (topology := named_topology(args)) is not None:
         if args.devices is not None:
-            raise ConfigError("--topology has a number of devices; leave --devices out", key="devices")
+            raise ConfigError(
+                "--topology has a number of devices; leave --devices out", key="devices"
+            )
         if config.num_devices not in (AUTO, topology.num_devices):
             rule = f"num_devices={config.num_devices}, but topology={args.topology} has {topology.num_devices}"
-            raise ConfigError(rule, key="num_devices", nearest=(topology.num_devices, AUTO))
+            raise ConfigError(
+                rule, key="num_devices", nearest=(topology.num_devices, AUTO)
+            )
         return topology.num_devices
     if args.devices is not None:
         if args.devices < 1:
-            raise ConfigError(f"--devices={args.devices} must be at least 1", key="num_devices", nearest=(1,))
+            raise ConfigError(
+                f"--devices={args.devices} must be at least 1",
+                key="num_devices",
+                nearest=(1,),
+            )
         return int(args.devices)
     if config.num_devices != -1:
         return config.num_devices
@@ -111,7 +142,9 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
 def run_config(folder: Path) -> Path:
     """Return the file with the configuration of a run."""
     if not (folder / CONFIG_FILE).is_file():
-        raise usage_error(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
+        raise usage_error(
+            f"{folder} is not the folder of a run: it has no {CONFIG_FILE}"
+        )
     return folder / CONFIG_FILE
 
 
@@ -121,17 +154,27 @@ def named_topology(args: argparse.Namespace) -> Topology | None:
     return None if name is None else Topology.parse(name)
 
 
-def read_plan(args: argparse.Namespace, path: str, overrides: Sequence[str]) -> tuple[Config, RampPlan]:
+def read_plan(
+    args: argparse.Namespace, path: str, overrides: Sequence[str]
+) -> tuple[Config, RampPlan]:
     """Return a configuration and its plan, with the environment's variables and the slices of `--topology`."""
-    config = with_slices(load_config(path, overrides, environ=environment()), named_topology(args))
+    config = with_slices(
+        load_config(path, overrides, environ=environment()), named_topology(args)
+    )
     return config, build_plan(config, count_devices(args, config))
 
 
 def skip_absent_tpu() -> None:
     """Before JAX is imported, keep it from searching for a TPU, with warnings, where libtpu is installed only to compile."""
-    if "jax" in sys.modules or "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
+    if (
+        "jax" in sys.modules
+        or "JAX_PLATFORMS" in os.environ
+        or importlib.util.find_spec("libtpu") is None
+    ):
         return
-    if not accelerator_plugins() and not any(path.read_text().strip() == GOOGLE for path in PCI_DEVICES.glob("*/vendor")):
+    if not accelerator_plugins() and not any(
+        path.read_text().strip() == GOOGLE for path in PCI_DEVICES.glob("*/vendor")
+    ):
         os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -142,7 +185,13 @@ def enable_huge_pages() -> None:
     huge pages (its manual, "Memory Allocation Tunables"), but it reads the tunable only when a process starts.
     """
     before = os.environ.get(VARIABLE, "")
-    if os.environ.get(SWITCH) == "0" or TUNABLE in before or not sys.executable or not on_offer() or has_accelerators():
+    if (
+        os.environ.get(SWITCH) == "0"
+        or TUNABLE in before
+        or not sys.executable
+        or not on_offer()
+        or has_accelerators()
+    ):
         return
     os.environ[VARIABLE] = ":".join(filter(None, (before, f"{TUNABLE}=1")))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -152,7 +201,11 @@ def on_offer() -> bool:
     """Return whether transparent huge pages are in `madvise` mode and the C library can ask for them."""
     library, version = platform.libc_ver()
     try:
-        return library == "glibc" and tuple(map(int, version.split("."))) >= FIRST_GLIBC and "[madvise]" in KERNEL.read_text()
+        return (
+            library == "glibc"
+            and tuple(map(int, version.split("."))) >= FIRST_GLIBC
+            and "[madvise]" in KERNEL.read_text()
+        )
     except (OSError, ValueError):
         return False
 
@@ -161,24 +214,36 @@ def has_accelerators() -> bool:
     """Return whether JAX has a plugin, or the machine a TPU chip. libtpu alone is none: it also compiles for absent chips."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
-    return accelerator_plugins() or any(any(DEVICE_FILES.glob(name)) for name in TPU_FILES)
+    return accelerator_plugins() or any(
+        any(DEVICE_FILES.glob(name)) for name in TPU_FILES
+    )
 
 
 def accelerator_plugins() -> bool:
     """Return whether JAX has a plugin for another accelerator, such as a GPU."""
-    return importlib.util.find_spec("jax_plugins") is not None or bool(importlib.metadata.entry_points(group="jax_plugins"))
+    return importlib.util.find_spec("jax_plugins") is not None or bool(
+        importlib.metadata.entry_points(group="jax_plugins")
+    )
 
 
 def describe_topology(topology: Topology) -> str:
     """Return some lines about the devices of a plan."""
-    product = topology.product_name if topology.num_slices == 1 else f"{topology.num_slices}*{topology.product_name}"
+    product = (
+        topology.product_name
+        if topology.num_slices == 1
+        else f"{topology.num_slices}*{topology.product_name}"
+    )
     lines = [
         f"planned for {topology.name} ({product}): {topology.num_devices:,} devices with "
         f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {shlex.quote(topology.name)}` compiles for it"
     ]
     if options := tpu_options(topology.chip.name):
-        lines.append("`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:")
-    return "\n".join([*lines, *(f"  {name}={value}" for name, value in options.items())])
+        lines.append(
+            "`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:"
+        )
+    return "\n".join(
+        [*lines, *(f"  {name}={value}" for name, value in options.items())]
+    )
 
 
 def use_fake_devices(number: int | None) -> None:
@@ -186,7 +251,11 @@ def use_fake_devices(number: int | None) -> None:
     if number is None:
         return
     if not 1 <= number <= 1024:
-        raise ConfigError(f"--fake-devices={number} must be between 1 and 1024", key="fake-devices", nearest=(1, 1024))
+        raise ConfigError(
+            f"--fake-devices={number} must be between 1 and 1024",
+            key="fake-devices",
+            nearest=(1, 1024),
+        )
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -201,5 +270,8 @@ def check_picture(path: str | None) -> None:
 
     check_format(path)
     if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")
+        raise ConfigError(
+            f"cannot write {path}: there is no folder {Path(path).absolute().parent}",
+            key="output",
+        )
     import_matplotlib("figure")

@@ -24,25 +24,38 @@ from rampup.show.prediction import compare_prediction
 from rampup.show.report import Report, write_report
 from rampup.show.series import RunMetrics
 
-SOURCES = {"sources": arg("CONFIG.yml|RUN_DIR", "a configuration and key=value settings, or folders of runs", nargs="+")}
+SOURCES = {
+    "sources": arg(
+        "CONFIG.yml|RUN_DIR",
+        "a configuration and key=value settings, or folders of runs",
+        nargs="+",
+    )
+}
 PLOT = {
     **SOURCES,
     **common.DEVICES,
-    "-o --output": arg("FILE", "a .png, .svg or .pdf file; by default NAME.png of the run or configuration"),
+    "-o --output": arg(
+        "FILE",
+        "a .png, .svg or .pdf file; by default NAME.png of the run or configuration",
+    ),
     "--kind": arg(
         None,
         "batch: batch size and cost of each phase (default for a configuration); rate: the learning rate on both clocks; "
         "timetable: the pipeline of the last phase; runs: loss, batch and tokens/s of runs (default for runs)",
         choices=("batch", "rate", "timetable", "runs"),
     ),
-    "--width": arg("INCHES", "of the picture; below 7, its panels are in one column", type=float),
+    "--width": arg(
+        "INCHES", "of the picture; below 7, its panels are in one column", type=float
+    ),
 }
 REPORT = {
     **SOURCES,
     **common.DEVICES,
     **common.TOPOLOGY,
     "-o --output": arg("FILE.html", "the page to write", required=True),
-    "--from": arg("SYSTEM", "the file is another system's; see `rampup check`", dest="system"),
+    "--from": arg(
+        "SYSTEM", "the file is another system's; see `rampup check`", dest="system"
+    ),
 }
 
 
@@ -65,18 +78,30 @@ def plot(args: argparse.Namespace) -> Result:
             figures.draw_timetable(plan.timetable(), output, **size)
         else:
             figures.draw_batch(plan, output, **size)
-    return Result(facts={"kind": kind, "output": output}, show=lambda console: console.print(f"wrote {output}", soft_wrap=True))
+    return Result(
+        facts={"kind": kind, "output": output},
+        show=lambda console: console.print(f"wrote {output}", soft_wrap=True),
+    )
 
 
 def report(args: argparse.Namespace) -> Result:
     """Write a page."""
     found = gather_report(args)
     size = write_report(found, args.output)
-    facts = {"title": found.title, "notes": list(found.notes), "output": args.output, "bytes": size}
-    facts["prediction"] = None if found.prediction is None else found.prediction._asdict()
+    facts = {
+        "title": found.title,
+        "notes": list(found.notes),
+        "output": args.output,
+        "bytes": size,
+    }
+    facts["prediction"] = (
+        None if found.prediction is None else found.prediction._asdict()
+    )
     sentences = () if found.prediction is None else found.prediction.sentences()
     lines = "\n".join([*sentences, f"wrote {args.output}"])
-    return Result(facts=facts, show=lambda console: console.print(lines, soft_wrap=True))
+    return Result(
+        facts=facts, show=lambda console: console.print(lines, soft_wrap=True)
+    )
 
 
 def gather_report(args: argparse.Namespace) -> Report:
@@ -87,27 +112,60 @@ def gather_report(args: argparse.Namespace) -> Report:
         from rampup.dialects import check_file
 
         if inputs.config is None:
-            raise usage_error("--from needs another system's file, not the folder of a run", key="from")
+            raise usage_error(
+                "--from needs another system's file, not the folder of a run",
+                key="from",
+            )
         verdict = check_file(inputs.config, args.system, inputs.overrides)
         notes = advice(verdict.plan) if isinstance(verdict.plan, RampPlan) else ()
-        return Report(title=Path(inputs.config).name, plan=verdict.plan, notes=notes, verdict=verdict)
+        return Report(
+            title=Path(inputs.config).name,
+            plan=verdict.plan,
+            notes=notes,
+            verdict=verdict,
+        )
     file = inputs.file
     run = inputs.read_runs()[0] if inputs.runs and file.is_file() else None
     if file.is_file() and rl.is_rollout_file(file):
-        settings = rl.load_rollout_config(file, inputs.overrides, environ={} if inputs.runs else common.environment())
+        settings = rl.load_rollout_config(
+            file, inputs.overrides, environ={} if inputs.runs else common.environment()
+        )
         rollout = rl.build_rollout_plan(settings, common.count_devices(args, settings))
-        return Report(title=inputs.name, plan=rollout, notes=rl.rollout_notes(settings, rollout), config=settings, run=run)
+        return Report(
+            title=inputs.name,
+            plan=rollout,
+            notes=rl.rollout_notes(settings, rollout),
+            config=settings,
+            run=run,
+        )
     config = with_slices(inputs.read_config(), topology)
     plan = rampup.build_plan(config, common.count_devices(args, config))
     rates, prediction = learning_rates(config, plan), None
     if run is not None:
         # What the steps had: a run that was resumed with another length had another schedule before.
         planned = rates[plan.learning_rate_clock]
-        had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
-        rates[plan.learning_rate_clock] = lambda step: had[step] if step in had else planned(step)
+        had = {
+            step: rate
+            for step, rate in zip(run.steps, run.learning_rates, strict=True)
+            if math.isfinite(rate)
+        }
+        rates[plan.learning_rate_clock] = lambda step: (
+            had[step] if step in had else planned(step)
+        )
         prediction = compare_prediction(inputs.runs[0], config, run)
-    notes = [*advice(plan), *([] if topology is None else [common.describe_topology(topology)])]
-    return Report(title=inputs.name, plan=plan, notes=notes, config=config, rates=rates, run=run, prediction=prediction)
+    notes = [
+        *advice(plan),
+        *([] if topology is None else [common.describe_topology(topology)]),
+    ]
+    return Report(
+        title=inputs.name,
+        plan=plan,
+        notes=notes,
+        config=config,
+        rates=rates,
+        run=run,
+        prediction=prediction,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +187,12 @@ class CliInputs:
     def file(self) -> Path:
         """The file with the configuration, of a run the one that it was last started with."""
         if len(self.runs) > 1:
-            raise usage_error(f"{len(self.runs)} runs are named; only their metrics can be drawn together")
-        return Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
+            raise usage_error(
+                f"{len(self.runs)} runs are named; only their metrics can be drawn together"
+            )
+        return (
+            Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
+        )
 
     def read_config(self) -> Config:
         """Return the configuration in `file`."""
@@ -140,7 +202,11 @@ class CliInputs:
         if self.config is not None and rl.is_rollout_file(self.config):
             rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
             raise ConfigError(rule, path=self.config)
-        return load_config(self.config or self.file, self.overrides, environ={} if self.runs else common.environment())
+        return load_config(
+            self.config or self.file,
+            self.overrides,
+            environ={} if self.runs else common.environment(),
+        )
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""
@@ -149,14 +215,19 @@ class CliInputs:
         names = [folder.resolve().name for folder in self.runs]
         if len(set(names)) < len(names):
             names = list(map(str, self.runs))
-        return tuple(RunMetrics.from_folder(folder, name=name) for folder, name in zip(self.runs, names, strict=True))
+        return tuple(
+            RunMetrics.from_folder(folder, name=name)
+            for folder, name in zip(self.runs, names, strict=True)
+        )
 
 
 def parse_inputs(words: Sequence[str]) -> CliInputs:
     """Sort words into folders of runs, or else one configuration and its settings."""
     runs = tuple(path for word in words if (path := as_path(word)).is_dir())
     rest = [word for word in words if not as_path(word).is_dir()]
-    overrides = tuple(word for word in rest if "=" in word and not as_path(word).exists())
+    overrides = tuple(
+        word for word in rest if "=" in word and not as_path(word).exists()
+    )
     configs = [word for word in rest if word not in overrides]
     if len(configs) > 1:
         raise usage_error(f"one configuration at a time: {', '.join(configs[:5])}")
@@ -166,13 +237,23 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
         raise usage_error("name a configuration or the folder of a run")
     if runs and overrides:
         key = overrides[0].partition("=")[0]
-        raise ConfigError(f"{overrides[0]} cannot be applied: the settings of a run folder are fixed", key=key)
-    return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
+        raise ConfigError(
+            f"{overrides[0]} cannot be applied: the settings of a run folder are fixed",
+            key=key,
+        )
+    return CliInputs(
+        runs=runs, config=configs[0] if configs else None, overrides=overrides
+    )
 
 
-def learning_rates(config: OptimizerKeys, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
+def learning_rates(
+    config: OptimizerKeys, plan: RampPlan
+) -> dict[Clock, Callable[[int], float]]:
     """Return the configured learning rate with its schedule on each clock, the plan's own clock first."""
     from rampup.lm.train import learning_rate
 
     clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)
-    return {clock: learning_rate(config, replace(plan, learning_rate_clock=clock)).at for clock in clocks}
+    return {
+        clock: learning_rate(config, replace(plan, learning_rate_clock=clock)).at
+        for clock in clocks
+    }

@@ -15,14 +15,29 @@ from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_c
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
 from rampup.config.schema import Config, OptimizerKeys
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, a_type, raise_together
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampupError,
+    a_type,
+    raise_together,
+)
 from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, divisors, exact_fraction
-from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_repeats, predicted_time
+from rampup.plan.pipeline import (
+    DEFAULT_OVERHEAD_TOKENS,
+    pipeline_repeats,
+    predicted_time,
+)
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.ramp_keys import AUTO_SCHEDULE, auto_sizes, global_batch_sizes, ramp_from_config
+from rampup.plan.ramp_keys import (
+    AUTO_SCHEDULE,
+    auto_sizes,
+    global_batch_sizes,
+    ramp_from_config,
+)
 from rampup.plan.refusal import END, START, batch_error
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import Topology
@@ -54,12 +69,19 @@ def build_plan(
         (8, 16, 24, 32)
     """
     if not isinstance(config, Config):
-        raise ConfigError(f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")
+        raise ConfigError(
+            f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
+        )
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
-    resumed: dict[str, Any] = {"ramp": ramp, "seesaw": seesaw, "eval_size": eval_size, "reserved_sizes": reserved_sizes}
+    resumed: dict[str, Any] = {
+        "ramp": ramp,
+        "seesaw": seesaw,
+        "eval_size": eval_size,
+        "reserved_sizes": reserved_sizes,
+    }
     try:
         return plan_or_first_error(config, num_devices, **resumed)
     except RampupError:
@@ -86,23 +108,38 @@ def plan_or_first_error(
     if ramp is None:
         ramp = make_ramp(config, num_devices, splitter, reserved_sizes)
         if config.seesaw_factor is not None:
-            splitter.split(ramp.sizes)  # refuses planned batches too that no step has after the transform
+            splitter.split(
+                ramp.sizes
+            )  # refuses planned batches too that no step has after the transform
             seesaw = make_seesaw(config, ramp, splitter)
             ramp = seesaw.ramp
     if eval_size is None:
-        eval_size = eval_batch(config, num_devices, seesaw.base if seesaw else ramp, splitter)
-    if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        most = pipeline_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
+        eval_size = eval_batch(
+            config, num_devices, seesaw.base if seesaw else ramp, splitter
+        )
+    if (
+        splitter.num_stages > 1
+        and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO
+    ):
+        most = pipeline_repeats(
+            num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages
+        )
         rules = (replace(splitter, num_repeats=number) for number in divisors(most))
         splitter = min(rules, key=lambda rule: _last_step_time(rule, ramp, overhead))
     # The steps of a configuration are those of the planned ramp. With Seesaw, others consume the same samples.
     steps = config.total_steps
-    schedule = None if config.learning_rate_schedule_steps == AUTO else config.learning_rate_schedule_steps
+    schedule = (
+        None
+        if config.learning_rate_schedule_steps == AUTO
+        else config.learning_rate_schedule_steps
+    )
     if seesaw is not None:
         steps = None if steps is None else seesaw.steps_of(steps)
         schedule = None if schedule is None else seesaw.steps_of(schedule)
     rate_scaling, adam = config.batch_rule
-    auto_schedule = config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None
+    auto_schedule = (
+        config.auto_schedule if config.batch_size_schedule == AUTO_SCHEDULE else None
+    )
     budget = budget_samples(config)
     needed = math.ceil(budget or 1)
     plan = RampPlan(
@@ -121,24 +158,39 @@ def plan_or_first_error(
         seesaw=seesaw,
         reserved_sizes=tuple(reserved_sizes or ()),
         auto_schedule=auto_schedule,
-        budget_samples=needed if budget is not None and auto_schedule == "follow" else None,
+        budget_samples=needed
+        if budget is not None and auto_schedule == "follow"
+        else None,
     )
     if adam.is_active:
-        hyperparameters(config, plan.of_all_sizes)  # a rule can give a value that is no decay rate
+        hyperparameters(
+            config, plan.of_all_sizes
+        )  # a rule can give a value that is no decay rate
     if config.measure_gradient_noise:
         problems = [*noise_problems(plan, axes.data)]
         if splitter.num_stages > 1 and config.logits_via_embedding:
             rule = "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false"
             reason = "the first and the last stage each have a part of the gradient of a tied embedding"
-            problems.append(ConfigError(f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)))
+            problems.append(
+                ConfigError(
+                    f"{rule}: {reason}", key="logits_via_embedding", nearest=(False,)
+                )
+            )
         raise_together(problems)
     return plan
 
 
 def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one."""
-    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
-    return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
+    groups = {
+        group: {
+            axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES
+        }
+        for group in ("ici", "dcn")
+    }
+    return MeshAxes.resolve(
+        num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups
+    )
 
 
 def tick_overhead(config: Config) -> Fraction:
@@ -146,7 +198,9 @@ def tick_overhead(config: Config) -> Fraction:
     measured = config.pipeline_tick_overhead
     if measured is None:
         return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
-    return exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
+    return exact_fraction(
+        measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead"
+    )
 
 
 def num_repeats(config: Config, num_stages: int) -> int:
@@ -156,12 +210,22 @@ def num_repeats(config: Config, num_stages: int) -> int:
     per_stage = config.num_layers_per_pipeline_stage
     if per_stage == AUTO:
         per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
-    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+    return pipeline_repeats(
+        num_layers=num_layers,
+        num_stages=num_stages,
+        num_layers_per_stage=per_stage,
+        num_repeats=repeats,
+    )
 
 
-def make_splitter(config: Config, axes: MeshAxes, repeats: int, overhead: Fraction) -> BatchSplitter:
+def make_splitter(
+    config: Config, axes: MeshAxes, repeats: int, overhead: Fraction
+) -> BatchSplitter:
     """Return the rule that splits every batch of a run."""
-    minimizes = config.pipeline_tick_overhead is not None or config.rampup_microbatch == "per_phase"
+    minimizes = (
+        config.pipeline_tick_overhead is not None
+        or config.rampup_microbatch == "per_phase"
+    )
     return BatchSplitter(
         data_parallel_size=axes.data_parallel_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -178,17 +242,24 @@ def make_splitter(config: Config, axes: MeshAxes, repeats: int, overhead: Fracti
     )
 
 
-def sizes_to_reserve(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
+def sizes_to_reserve(
+    config: Config, num_devices: int, splitter: BatchSplitter
+) -> tuple[int, ...]:
     """Return the sizes of `batch_size_schedule: auto`."""
     factor = num_devices * config.gradient_accumulation_steps
     unfixed = replace(splitter, microbatch_size=AUTO)
-    start = global_batch_sizes({START: config.per_device_batch_size_start}, factor, unfixed)
+    start = global_batch_sizes(
+        {START: config.per_device_batch_size_start}, factor, unfixed
+    )
     largest = global_batch_sizes({END: config.per_device_batch_size}, factor, unfixed)
     return auto_sizes(start[START], largest[END])
 
 
 def make_ramp(
-    config: Config, num_devices: int, splitter: BatchSplitter | None, reserved_sizes: Sequence[int] | None
+    config: Config,
+    num_devices: int,
+    splitter: BatchSplitter | None,
+    reserved_sizes: Sequence[int] | None,
 ) -> BatchRamp:
     """Return the ramp. A splitter refuses sizes per device that no microbatch fits; `RampPlan` checks every batch fully."""
     if config.batch_size_schedule == AUTO_SCHEDULE:
@@ -196,7 +267,9 @@ def make_ramp(
         return BatchRamp.constant(reserved_sizes[0])
     # If only `microbatch_size` does not fit, `RampPlan` refuses: the error then offers other microbatches, not other sizes.
     unfixed = None if splitter is None else replace(splitter, microbatch_size=AUTO)
-    return ramp_from_config(config, num_devices, budget=budget_samples(config), splitter=unfixed)
+    return ramp_from_config(
+        config, num_devices, budget=budget_samples(config), splitter=unfixed
+    )
 
 
 def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
@@ -214,7 +287,9 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
         )
         return float(1 - (1 - config.learning_rate_final_fraction) * done)
 
-    total = math.ceil(budget_samples(config) or base.samples_before(config.total_steps or 0))
+    total = math.ceil(
+        budget_samples(config) or base.samples_before(config.total_steps or 0)
+    )
     length = total if schedule == AUTO else base.samples_before(schedule)
     return Seesaw(
         base=base,
@@ -227,7 +302,9 @@ def make_seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> See
     )
 
 
-def eval_batch(config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter) -> int | None:
+def eval_batch(
+    config: Config, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter
+) -> int | None:
     """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
     key = "eval_per_device_batch_size"
     size = config.eval_per_device_batch_size
@@ -237,16 +314,25 @@ def eval_batch(config: Config, num_devices: int, ramp: BatchRamp | None, splitte
             # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
             whole = ramp.sizes[-1] // config.gradient_accumulation_steps
             if not rule.allows(whole):
-                raise batch_error(rule, whole, "evaluation, the last phase without accumulation", key=key)
+                raise batch_error(
+                    rule,
+                    whole,
+                    "evaluation, the last phase without accumulation",
+                    key=key,
+                )
             return whole
-        return global_batch_sizes({key: size or config.per_device_batch_size}, num_devices, rule)[key]
+        return global_batch_sizes(
+            {key: size or config.per_device_batch_size}, num_devices, rule
+        )[key]
     except BatchDivisibilityError:
         if size == 0 and config.eval_interval == AUTO:
             return None
         raise
 
 
-def _last_step_time(splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction) -> Fraction:
+def _last_step_time(
+    splitter: BatchSplitter, ramp: BatchRamp, overhead: Fraction
+) -> Fraction:
     """Return the predicted time of a step in the last phase."""
     *_, last = splitter.split(ramp.sizes)
     shape = {"num_stages": splitter.num_stages, "num_repeats": splitter.num_repeats}
@@ -261,7 +347,12 @@ def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]
 
 def adam_base(config: OptimizerKeys) -> AdamConstants:
     """Return AdamW's constants for the reference batch."""
-    return AdamConstants(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps, weight_decay=config.adam_weight_decay)
+    return AdamConstants(
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+    )
 
 
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
@@ -273,8 +364,12 @@ def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
         scaling,
         b2_floor=config.adam_b2_floor,
         # A larger adam_b2 of the reference batch stays as it is.
-        b2_ceiling=None if scaling.b2_ceiling is None else max(scaling.b2_ceiling, config.adam_b2),
-        token_ratio=1.0 if reference is None else float(samples * config.max_target_length / reference),
+        b2_ceiling=None
+        if scaling.b2_ceiling is None
+        else max(scaling.b2_ceiling, config.adam_b2),
+        token_ratio=1.0
+        if reference is None
+        else float(samples * config.max_target_length / reference),
     )
 
 
@@ -290,7 +385,14 @@ def with_slices(config: Config, topology: Topology | None) -> Config:
     if topology is None:
         return config
     for key in ("num_slices", "num_devices"):
-        if (number := getattr(config, key)) not in (AUTO, has := getattr(topology, key)):
+        if (number := getattr(config, key)) not in (
+            AUTO,
+            has := getattr(topology, key),
+        ):
             rule = f"{key}={number}, but topology={topology.name} has {has}"
             raise ConfigError(rule, key=key, nearest=(has, AUTO))
-    return config if topology.num_slices == 1 else replace(config, num_slices=topology.num_slices)
+    return (
+        config
+        if topology.num_slices == 1
+        else replace(config, num_slices=topology.num_slices)
+    )

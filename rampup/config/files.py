@@ -41,7 +41,9 @@ class ConfigFile:
     title: str  # the title of that schema
     head: str  # the comment at the top of the file
     settings: type[Settings]  # the class whose attributes are the keys
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # the values that differ from the defaults
+    overrides: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the values that differ from the defaults
 
     @property
     def keys(self) -> Mapping[str, Key]:
@@ -61,7 +63,9 @@ class ConfigFile:
     @property
     def text(self) -> str:
         """The content of the file."""
-        return yaml_text(f"{MODELINE.format(self.schema_name)}\n{self.head}", self.keys, self.values)
+        return yaml_text(
+            f"{MODELINE.format(self.schema_name)}\n{self.head}", self.keys, self.values
+        )
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -76,19 +80,38 @@ class ConfigFile:
             "examples": ["base.yml"],
         }
         properties: dict[str, Any] = {BASE: base}
-        types = {"bool": "boolean", "int": "integer", "float": "number", "size": "number", "text": "string", "name": "string"}
+        types = {
+            "bool": "boolean",
+            "int": "integer",
+            "float": "number",
+            "size": "number",
+            "text": "string",
+            "name": "string",
+        }
         defaults = self.defaults
         for name, key in self.keys.items():
             limits = {"minimum": key.minimum, "maximum": key.maximum}
             limits |= {"exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
             shape: dict[str, Any] = {"type": types[key.kind]}
-            shape |= {limit: value for limit, value in limits.items() if value is not None}
-            shape |= {"text": {"pattern": r"\S"}, "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"}}.get(key.kind, {})
+            shape |= {
+                limit: value for limit, value in limits.items() if value is not None
+            }
+            shape |= {
+                "text": {"pattern": r"\S"},
+                "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"},
+            }.get(key.kind, {})
             if key.choices:
-                shape = {"enum": [*key.choices, *([True, False] if "off" in key.choices else [])]}  # YAML's on and off
+                shape = {
+                    "enum": [
+                        *key.choices,
+                        *([True, False] if "off" in key.choices else []),
+                    ]
+                }  # YAML's on and off
             shapes = [shape]
             if key.kind in _ENDS:
-                shapes.append({"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])})
+                shapes.append(
+                    {"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])}
+                )
             shapes += [{"const": value} for value in key.also]
             if key.nullable or "none" in key.choices:
                 shapes.append({"type": "null"})
@@ -96,9 +119,16 @@ class ConfigFile:
             properties[name] |= shape if len(shapes) == 1 else {"anyOf": shapes}
             group, dot, own = name.partition(".")
             if dot:
-                nested = properties.setdefault(group, {"type": "object", "properties": {}, "additionalProperties": False})
+                nested = properties.setdefault(
+                    group,
+                    {"type": "object", "properties": {}, "additionalProperties": False},
+                )
                 nested["properties"][own] = properties[name]
-        others = {"type": "object", "properties": properties, "additionalProperties": False}
+        others = {
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": False,
+        }
         return {"$schema": DRAFT, "title": self.title, **others}
 
     def write(self, folder: str | Path) -> None:
@@ -124,7 +154,11 @@ BASE_FILE = ConfigFile(
 
 def run_yaml(config: Settings, **changes: Any) -> str:
     """Return a file that sets every key as a run has it, with `changes` that the run has found out, such as `num_devices`."""
-    return yaml_text("# The configuration that this run was last started with.\n", config.keys(), config.to_dict() | changes)
+    return yaml_text(
+        "# The configuration that this run was last started with.\n",
+        config.keys(),
+        config.to_dict() | changes,
+    )
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:
@@ -137,15 +171,28 @@ def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> 
         parent, _, own = name.rpartition(".")
         lines += [f"{parent}:"] if parent and parent != group else []
         group, indent = parent, "  " if parent else ""
-        lines += textwrap.wrap(describe(key), LINE_LENGTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines += textwrap.wrap(
+            describe(key),
+            LINE_LENGTH,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+        )
         lines += [f"{indent}{own}: {yaml_value(values[name])}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def describe(key: Key) -> str:
     """Return a key's documentation, with its unit and choices if the documentation leaves them out, and MaxText's default."""
-    remarks = [f"Unit: {key.unit}."] if key.unit and key.unit.rstrip("s") not in key.doc.lower() else []
-    remarks += [f"One of {', '.join(key.choices)}."] if any(choice not in key.doc for choice in key.choices) else []
+    remarks = (
+        [f"Unit: {key.unit}."]
+        if key.unit and key.unit.rstrip("s") not in key.doc.lower()
+        else []
+    )
+    remarks += (
+        [f"One of {', '.join(key.choices)}."]
+        if any(choice not in key.doc for choice in key.choices)
+        else []
+    )
     remarks += [f"MaxText: {key.maxtext}."] if key.maxtext else []
     return " ".join([key.doc, *remarks])
 
@@ -158,8 +205,15 @@ def yaml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str | Fraction):
         text = str(value)
-        plain = text.replace("_", "").replace(".", "").isalnum() and not text[0].isdigit()
-        return text if plain and text.lower() not in ("null", "true", "false", "yes", "no", "on", "off") else f'"{text}"'
+        plain = (
+            text.replace("_", "").replace(".", "").isalnum() and not text[0].isdigit()
+        )
+        return (
+            text
+            if plain
+            and text.lower() not in ("null", "true", "false", "yes", "no", "on", "off")
+            else f'"{text}"'
+        )
     if isinstance(value, float):
         text = repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
@@ -174,12 +228,26 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
         known = list(dict.fromkeys(key for each in files for key in each.keys))
         word = name.lower()
         parts = {part for key in known for part in re.split(r"[_.]", key)}
-        alike = difflib.get_close_matches(word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75)
-        near = [key for key in keys_for_alias(word, KEYS) if key in known] + difflib.get_close_matches(word, known, n=3)
-        near += [key for key in known if (len(word) > 2 and word in key) or {*re.split(r"[_.]", key)} & {*alike}]
+        alike = difflib.get_close_matches(
+            word, {part for part in parts if len(part) > 2}, n=2, cutoff=0.75
+        )
+        near = [
+            key for key in keys_for_alias(word, KEYS) if key in known
+        ] + difflib.get_close_matches(word, known, n=3)
+        near += [
+            key
+            for key in known
+            if (len(word) > 2 and word in key) or {*re.split(r"[_.]", key)} & {*alike}
+        ]
         nearest = list(dict.fromkeys(near))[:MAX_CLOSE]
-        hint = f"; close: {', '.join(nearest)}" if nearest else "; configs/base.yml lists all keys"
-        raise ConfigError(f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest)
+        hint = (
+            f"; close: {', '.join(nearest)}"
+            if nearest
+            else "; configs/base.yml lists all keys"
+        )
+        raise ConfigError(
+            f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest
+        )
     key, default = file.keys[name], file.defaults[name]
     return {
         "key": name,
@@ -193,13 +261,20 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, 
         "maxtext_name": None if key.own else name,
         "maxtext_default": key.maxtext or (None if key.own else yaml_value(default)),
         # The other keys that the documentation names, and those whose documentation names it.
-        "interacts": [o for o in file.keys if o != name and (_names(key, o) or _names(file.keys[o], name))],
+        "interacts": [
+            o
+            for o in file.keys
+            if o != name and (_names(key, o) or _names(file.keys[o], name))
+        ],
     }
 
 
 def _names(key: Key, name: str) -> bool:
     """Return whether a key's documentation names another key, and not just a word that is also a key, such as steps."""
-    return "_" in name and re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", key.doc) is not None
+    return (
+        "_" in name
+        and re.search(rf"(?<![\w.]){re.escape(name)}(?![\w])", key.doc) is not None
+    )
 
 
 if __name__ == "__main__":

@@ -19,10 +19,22 @@ from typing import Any
 
 from rampup.config.files import yaml_value
 from rampup.config.key import keys_for_alias
-from rampup.config.load import BASE, COMMAND_LINE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
+from rampup.config.load import (
+    BASE,
+    COMMAND_LINE,
+    ENVIRONMENT_PREFIX,
+    find_config,
+    load_config,
+    locate_values,
+)
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, positions, read_text
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampDefinitionError,
+    RampupError,
+)
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
 from rampup.plan.refusal import END, START
 
@@ -60,15 +72,22 @@ class Fix:
     # Its content, before and after.
     before: str
     text: str
-    changes: tuple[Change, ...] = ()  # the changed values, in the file or outside; empty if the configuration was legal
+    changes: tuple[
+        Change, ...
+    ] = ()  # the changed values, in the file or outside; empty if the configuration was legal
     problems: tuple[str, ...] = ()  # the messages of the errors
 
     @property
     def patch(self) -> str:
         """The change of the file as a unified diff; empty if the file does not change."""
-        before, after = (text.splitlines(keepends=True) for text in (self.before, self.text))
+        before, after = (
+            text.splitlines(keepends=True) for text in (self.before, self.text)
+        )
         lines = difflib.unified_diff(before, after, str(self.file), str(self.file))
-        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+        return "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+            for line in lines
+        )
 
 
 def find_fix(
@@ -85,21 +104,34 @@ def find_fix(
     file = find_config(path)
     text = read_text(file)
     parse_mapping(text, str(file))
-    draft = start = _Draft(file=file, text=text, overrides=tuple(overrides), environ=environ or {})
+    draft = start = _Draft(
+        file=file, text=text, overrides=tuple(overrides), environ=environ or {}
+    )
     problems = found = start.problems(check)
     edits: dict[str, str] = {}
     tried: set[tuple[str, str]] = set()
     for _ in range(MAX_ROUNDS):
         before = draft
         # What was written, with the right names.
-        meant = start.with_edits({name: key for name, key in edits.items() if name not in KEYS}) or start
+        meant = (
+            start.with_edits(
+                {name: key for name, key in edits.items() if name not in KEYS}
+            )
+            or start
+        )
         # A key changes at most once a round.
         done: set[str | None] = set()
         for problem in problems:
-            for key, value in _suggestions(problem, problems, before) if problem.key not in done else ():
+            for key, value in (
+                _suggestions(problem, problems, before)
+                if problem.key not in done
+                else ()
+            ):
                 fresh = key not in done and (key, value) not in tried
                 edited = start.with_edits(edits | {key: value}) if fresh else None
-                if edited is not None and (key not in KEYS or _keeps_ramp(meant.located(), edited.located())):
+                if edited is not None and (
+                    key not in KEYS or _keeps_ramp(meant.located(), edited.located())
+                ):
                     draft = edited
                     edits[key] = value
                     tried.add((key, value))
@@ -109,11 +141,23 @@ def find_fix(
             break
         problems = draft.problems(check)
     if problems:
-        changed = " and ".join(f"{c.key}={c.after}" for c in draft.changes.values() if c.renamed is None)
+        changed = " and ".join(
+            f"{c.key}={c.after}" for c in draft.changes.values() if c.renamed is None
+        )
         with_changes = f" with {changed}" if changed else ""
-        sizes = any(problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError) for problem in problems)
-        rule = f" that keeps the ramp (it grows where it grew, and a size moves by at most {MAX_SIZE_CHANGE:.0%})" * sizes
-        left = f"{problems[0]}, and {len(problems) - 1:,} more" if len(problems) > 1 else problems[0]
+        sizes = any(
+            problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError)
+            for problem in problems
+        )
+        rule = (
+            f" that keeps the ramp (it grows where it grew, and a size moves by at most {MAX_SIZE_CHANGE:.0%})"
+            * sizes
+        )
+        left = (
+            f"{problems[0]}, and {len(problems) - 1:,} more"
+            if len(problems) > 1
+            else problems[0]
+        )
         message = f"no legal configuration was found near this one{rule}; what is left{with_changes}: {left}"
         raise ConfigError(message, key=problems[0].key, nearest=problems[0].nearest)
     # A change may have been made for a problem that another change solves too.
@@ -122,7 +166,13 @@ def find_fix(
         without = start.with_edits(fewer)
         if without is not None and not without.problems(check):
             edits, draft = fewer, without
-    return Fix(file=file, before=text, text=draft.text, changes=tuple(draft.changes.values()), problems=tuple(map(str, found)))
+    return Fix(
+        file=file,
+        before=text,
+        text=draft.text,
+        changes=tuple(draft.changes.values()),
+        problems=tuple(map(str, found)),
+    )
 
 
 def write_fix(fix: Fix) -> None:
@@ -130,13 +180,17 @@ def write_fix(fix: Fix) -> None:
     target = fix.file.resolve()
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        mark = codecs.BOM_UTF8 if target.read_bytes().startswith(codecs.BOM_UTF8) else b""
+        mark = (
+            codecs.BOM_UTF8 if target.read_bytes().startswith(codecs.BOM_UTF8) else b""
+        )
         temporary.write_bytes(mark + fix.text.encode())
         shutil.copymode(target, temporary)
         os.replace(temporary, target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the file: {error.strerror or error}", path=str(fix.file)) from None
+        raise ConfigError(
+            f"cannot write the file: {error.strerror or error}", path=str(fix.file)
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +206,11 @@ class _Draft:
     def problems(self, check: Callable[[Config], object]) -> tuple[RampupError, ...]:
         """Return the errors of the configuration, none if it is legal."""
         try:
-            check(load_config(self.file, self.overrides, environ=self.environ, text=self.text))
+            check(
+                load_config(
+                    self.file, self.overrides, environ=self.environ, text=self.text
+                )
+            )
         except RampupError as error:
             return error.problems or (error,)
         return ()
@@ -160,7 +218,9 @@ class _Draft:
     def located(self) -> dict[str, Located]:
         """Return the value of each key that is set, and where; nothing while the file cannot be read."""
         try:
-            return locate_values(self.file, self.overrides, self.environ, KEYS, text=self.text)[0]
+            return locate_values(
+                self.file, self.overrides, self.environ, KEYS, text=self.text
+            )[0]
         except ConfigError:
             return {}
 
@@ -184,22 +244,40 @@ class _Draft:
         entry = self.located().get(name) if name in KEYS else None
         source = self.source_rank(entry)
         is_name = name not in KEYS and name != BASE
-        renamed = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
+        renamed = tuple(
+            re.sub(f"^{re.escape(name)}=", f"{after}=", setting)
+            for setting in self.overrides
+        )
         new: dict[str, Any] = {}
         if name in KEYS and source == 2:
             newline = "\r\n" if "\r\n" in self.text else "\n"
-            new["text"] = f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
-            change = Change(key=name, before=None, after=after, where=f"{self.file}, a new line")
+            new["text"] = (
+                f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
+            )
+            change = Change(
+                key=name, before=None, after=after, where=f"{self.file}, a new line"
+            )
         elif entry is not None and source == 0:
             value = after.strip('"')
             variable = ENVIRONMENT_PREFIX + name.upper()
-            settings = (f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
+            settings = (
+                f"{name}={value}" if setting.startswith(f"{name}=") else setting
+                for setting in self.overrides
+            )
             new = {"overrides": tuple(settings)}
-            new["environ"] = {**self.environ, variable: value} if variable in self.environ else self.environ
-            change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
+            new["environ"] = (
+                {**self.environ, variable: value}
+                if variable in self.environ
+                else self.environ
+            )
+            change = Change(
+                key=name, before=str(entry.value), after=value, where=entry.path
+            )
         elif is_name and renamed != self.overrides:
             new["overrides"] = renamed
-            change = Change(key=after, before=name, after=after, where=COMMAND_LINE, renamed=name)
+            change = Change(
+                key=after, before=name, after=after, where=COMMAND_LINE, renamed=name
+            )
         else:
             places = positions(self.text)
             if name not in places or (is_name and after in places):
@@ -207,18 +285,24 @@ class _Draft:
             place, text = places[name][0 if is_name else 1], after
             line = self.text.count("\n", 0, place.start) + 1
             where = f"{self.file}:{line}"
-            change = Change(key=after, before=name, after=after, where=where, renamed=name)
+            change = Change(
+                key=after, before=name, after=after, where=where, renamed=name
+            )
             if not is_name:
                 before = self.text[place]
                 # A value without text follows the colon directly; a block value includes its line's end.
                 gap = "" if before or self.text[place.start - 1].isspace() else " "
                 text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
-                change = Change(key=name, before=before.strip(), after=after, where=where)
+                change = Change(
+                    key=name, before=before.strip(), after=after, where=where
+                )
             new["text"] = self.text[: place.start] + text + self.text[place.stop :]
         return replace(self, changes={**self.changes, name: change}, **new)
 
 
-def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _Draft) -> Iterator[tuple[str, str]]:
+def _suggestions(
+    problem: RampupError, problems: Sequence[RampupError], draft: _Draft
+) -> Iterator[tuple[str, str]]:
     """Yield edits that may solve one of a round's problems, nearest first: a key and a value, or an unknown name and a key."""
     name = problem.key
     if name is None:
@@ -234,10 +318,21 @@ def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _
         return
     located = draft.located()
     before = _value(located, name)
-    if name == SCHEDULE and isinstance(problem, BatchDivisibilityError) and isinstance(before, str):
+    if (
+        name == SCHEDULE
+        and isinstance(problem, BatchDivisibilityError)
+        and isinstance(before, str)
+    ):
         # A smaller microbatch keeps the sizes.
-        yield from (("microbatch_size", yaml_value(size)) for size in problem.alternatives.get("microbatch_size", ()))
-        refused = {p.value: p.nearest for p in problems if p.key == SCHEDULE and isinstance(p, BatchDivisibilityError)}
+        yield from (
+            ("microbatch_size", yaml_value(size))
+            for size in problem.alternatives.get("microbatch_size", ())
+        )
+        refused = {
+            p.value: p.nearest
+            for p in problems
+            if p.key == SCHEDULE and isinstance(p, BatchDivisibilityError)
+        }
         if (schedule := _with_near_sizes(before, refused)) is not None:
             yield SCHEDULE, yaml_value(schedule)
         return
@@ -246,32 +341,50 @@ def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _
     # key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
     found: list[tuple[int, str, Any]] = []
     for other, values in problem.alternatives.items():
-        own = draft.source_rank(located.get(other)) <= min(draft.source_rank(located.get(name)), 1)
+        own = draft.source_rank(located.get(other)) <= min(
+            draft.source_rank(located.get(name)), 1
+        )
         for value in values:
             small = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
             found.append((0 if own and small else 3, other, value))
     if name == DEVICES and isinstance(problem, BatchDivisibilityError):
         # The product of the mesh axes does not divide the devices, but other sizes of an axis may.
-        for axis in (axis for axis in KEYS if axis.endswith(PARALLELISM) and axis in str(problem)):
+        for axis in (
+            axis for axis in KEYS if axis.endswith(PARALLELISM) and axis in str(problem)
+        ):
             size = _value(located, axis)
             if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
                 rest, wrong = divmod(problem.value, problem.divisor // size)
-                legal = [] if wrong else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
-                found += [(1, axis, other_size) for other_size in nearest_in(size, legal)]
+                legal = (
+                    []
+                    if wrong
+                    else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
+                )
+                found += [
+                    (1, axis, other_size) for other_size in nearest_in(size, legal)
+                ]
     key = KEYS[name]
     # A value of another type says nothing about what was meant. One that only contradicts other keys may become automatic.
     automatic = key.also if key.allows(before) else ()
     for value in dict.fromkeys([*problem.nearest, *automatic]):
         meant = not key.choices or _similarity(before, value) >= MIN_SIMILARITY
-        if (type(value), value) == (type(before), before) or not key.allows(value) or not meant:
+        if (
+            (type(value), value) == (type(before), before)
+            or not key.allows(value)
+            or not meant
+        ):
             continue
         if name != DEVICES or AUTO not in (before, value):
-            found.append((4 if name == DEVICES else 2 if value in key.also else 1, name, value))
+            found.append(
+                (4 if name == DEVICES else 2 if value in key.also else 1, name, value)
+            )
     found.sort(key=lambda edit: (edit[0], _distance(_value(located, edit[1]), edit[2])))
     yield from ((name, yaml_value(value)) for _, name, value in found)
 
 
-def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> str | None:
+def _with_near_sizes(
+    schedule: str, refused: Mapping[int, Sequence[object]]
+) -> str | None:
     """Return a schedule with near sizes for refused ones, as little moved as possible, that grows and falls where it did."""
     written = SCHEDULED_SIZES.findall(schedule)
     try:
@@ -284,15 +397,24 @@ def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> 
         longer = {}
         for near in (int(str(near)) for near in refused.get(size, (size,))):
             rise = size - sizes[index - 1]
-            same_shape = [way for last, way in ways.items() if (near > last, near < last) == (rise > 0, rise < 0)]
-            if (moved := _distance(size, near)) <= MAX_SIZE_CHANGE and (same_shape or index == 0):
+            same_shape = [
+                way
+                for last, way in ways.items()
+                if (near > last, near < last) == (rise > 0, rise < 0)
+            ]
+            if (moved := _distance(size, near)) <= MAX_SIZE_CHANGE and (
+                same_shape or index == 0
+            ):
                 total, chosen = min(same_shape) if index else (0.0, ())
                 longer[near] = (total + moved, (*chosen, near))
         ways = longer
     if not ways:
         return None
     _, chosen = min(ways.values())
-    new = iter(text if size == near else str(near) for text, size, near in zip(written, sizes, chosen, strict=True))
+    new = iter(
+        text if size == near else str(near)
+        for text, size, near in zip(written, sizes, chosen, strict=True)
+    )
     return SCHEDULED_SIZES.sub(lambda _: next(new), schedule)
 
 
@@ -304,13 +426,22 @@ def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> 
         if _value(located, SCHEDULE) is not None:
             return []
         ramp = _value(located, LINEAR) if LINEAR in located else END not in located
-        values = [_value(located, key) for key in ((START, END) if ramp is True else (END,))]
-        return [exact_fraction(value, what="size") for value in values] if all(map(KEYS[END].allows, values)) else []
+        values = [
+            _value(located, key) for key in ((START, END) if ramp is True else (END,))
+        ]
+        return (
+            [exact_fraction(value, what="size") for value in values]
+            if all(map(KEYS[END].allows, values))
+            else []
+        )
 
     old, new = sizes(before), sizes(after)
     if len(old) == 2 and old[0] < old[1] and not (len(new) == 2 and new[0] < new[1]):
         return False
-    return len(old) != len(new) or max(map(_distance, old, new), default=0.0) <= MAX_ALTERNATIVE_DISTANCE
+    return (
+        len(old) != len(new)
+        or max(map(_distance, old, new), default=0.0) <= MAX_ALTERNATIVE_DISTANCE
+    )
 
 
 def _value(located: Mapping[str, Located], key: str) -> Any:

@@ -26,7 +26,16 @@ EXPECTED: dict[Kind, str] = {
 # With up to three decimals and a suffix, a number is whole; with six digits, at most 10**18. `parse_count` takes 1.2000K too.
 SUFFIXED_COUNT = re.compile(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,3})?[KMBTkmbt]")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-_BOOL_WORDS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+_BOOL_WORDS = {
+    "1": True,
+    "0": False,
+    "true": True,
+    "false": False,
+    "yes": True,
+    "no": False,
+    "on": True,
+    "off": False,
+}
 
 # A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling: tokenizer_path is not token_dtype.
 MIN_LIKENESS = 0.75
@@ -114,14 +123,24 @@ class Key:
     maximum: float | None = None
     above: float | None = None  # limits, exclusive
     below: float | None = None
-    also: tuple[int, ...] = ()  # legal values outside the limits, such as -1 for automatic
+    also: tuple[
+        int, ...
+    ] = ()  # legal values outside the limits, such as -1 for automatic
     nullable: bool = False  # whether null is legal
-    instead_of: tuple[str, ...] = ()  # keys that set the same fact; the one that is set nearer to the command line counts
-    maxtext: str | None = None  # MaxText's default, as written there, if it differs from the default here
+    instead_of: tuple[
+        str, ...
+    ] = ()  # keys that set the same fact; the one that is set nearer to the command line counts
+    maxtext: str | None = (
+        None  # MaxText's default, as written there, if it differs from the default here
+    )
     own: bool = False  # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
-    identity: bool = False  # whether a checkpoint belongs to a run only if both have the same value
+    identity: bool = (
+        False  # whether a checkpoint belongs to a run only if both have the same value
+    )
     ramp: bool = False  # whether the key defines the ramp; a changed value changes the plan of a resumed run
-    per_process: bool = False  # whether the value may differ between the processes of one run
+    per_process: bool = (
+        False  # whether the value may differ between the processes of one run
+    )
     per_accumulation: bool = False  # whether `gradient_accumulation_steps` multiplies the value in a global batch
 
     @property
@@ -130,10 +149,22 @@ class Key:
         if self.choices:
             words = [f"one of {', '.join(self.choices)}"]
         else:
-            limits = {"at least": self.minimum, "at most": self.maximum, "above": self.above, "below": self.below}
+            limits = {
+                "at least": self.minimum,
+                "at most": self.maximum,
+                "above": self.above,
+                "below": self.below,
+            }
             known = {name: limit for name, limit in limits.items() if limit is not None}
-            shown = (f"{name} {limit:g}" if isinstance(limit, float) else f"{name} {limit}" for name, limit in known.items())
-            words = [EXPECTED[self.kind], *shown, *(f"or {value}" for value in self.also)]
+            shown = (
+                f"{name} {limit:g}" if isinstance(limit, float) else f"{name} {limit}"
+                for name, limit in known.items()
+            )
+            words = [
+                EXPECTED[self.kind],
+                *shown,
+                *(f"or {value}" for value in self.also),
+            ]
         return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
     def convert(self, name: str, value: object) -> Any:
@@ -148,17 +179,31 @@ class Key:
             raise self._error(name, "null")
         converted = _as_kind(self.kind, value)
         if converted is None:
-            hint = ", such as 1600 or 1.6K" if self.kind == "int" and isinstance(value, str) and value[:1].isdigit() else ""
+            hint = (
+                ", such as 1600 or 1.6K"
+                if self.kind == "int" and isinstance(value, str) and value[:1].isdigit()
+                else ""
+            )
             if self.kind in ("text", "name") and isinstance(value, bool | int | float):
                 hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
             if name == "batch_size_schedule" and isinstance(value, list | Mapping):
                 hint = ', such as "0:768 250B:1536 500B:3072"'
-            if self.kind in ("int", "size") and isinstance(value, int | float) and abs(value) > MAX_COUNT:
+            if (
+                self.kind in ("int", "size")
+                and isinstance(value, int | float)
+                and abs(value) > MAX_COUNT
+            ):
                 hint = ", at most 10**18"
-            raise self._error(name, repr(value)[:100], hint, nearest=self._guesses(value))
+            raise self._error(
+                name, repr(value)[:100], hint, nearest=self._guesses(value)
+            )
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
-        if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool) and converted not in self.also:
+        if (
+            isinstance(converted, int | float | Fraction)
+            and not isinstance(converted, bool)
+            and converted not in self.also
+        ):
             self._check_limits(name, converted)
         return converted
 
@@ -171,14 +216,29 @@ class Key:
         return True
 
     def _check_limits(self, name: str, value: float | Fraction) -> None:
-        low = (self.minimum is not None and value < self.minimum) or (self.above is not None and value <= self.above)
-        high = (self.maximum is not None and value > self.maximum) or (self.below is not None and value >= self.below)
+        low = (self.minimum is not None and value < self.minimum) or (
+            self.above is not None and value <= self.above
+        )
+        high = (self.maximum is not None and value > self.maximum) or (
+            self.below is not None and value >= self.below
+        )
         if low or high:
             limit = self.minimum if low else self.maximum
             if limit is None and low and self.above is not None and self.kind == "size":
                 limit = self.above + 1
-            nearest = [*self.also, *([] if limit is None else [int(limit) if limit == int(limit) else limit])]
-            raise self._error(name, f"{float(value):g}" if isinstance(value, Fraction) else str(value), nearest=nearest)
+            nearest = [
+                *self.also,
+                *(
+                    []
+                    if limit is None
+                    else [int(limit) if limit == int(limit) else limit]
+                ),
+            ]
+            raise self._error(
+                name,
+                f"{float(value):g}" if isinstance(value, Fraction) else str(value),
+                nearest=nearest,
+            )
 
     def _guesses(self, value: object) -> list[Any]:
         """Return the legal values that a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5."""
@@ -186,19 +246,47 @@ class Key:
         if self.kind in ("text", "name"):
             candidates = [str(value)] if isinstance(value, bool | int | float) else []
         elif self.kind == "bool":
-            candidates = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
-        elif isinstance(value, str | float) and (number := _as_kind("size", value)) is not None:
-            candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
+            candidates = (
+                [_BOOL_WORDS[word]]
+                if (word := str(value).lower()) in _BOOL_WORDS
+                else []
+            )
+        elif (
+            isinstance(value, str | float)
+            and (number := _as_kind("size", value)) is not None
+        ):
+            candidates = (
+                [float(number)]
+                if self.kind == "float"
+                else sorted({math.floor(number), math.ceil(number)})
+            )
         return [candidate for candidate in candidates if self.allows(candidate)]
 
-    def _error(self, name: str, shown: str, hint: str = "", nearest: Any = ()) -> ConfigError:
-        return ConfigError(f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest)
+    def _error(
+        self, name: str, shown: str, hint: str = "", nearest: Any = ()
+    ) -> ConfigError:
+        return ConfigError(
+            f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest
+        )
 
 
-def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any) -> Any:
+def key(
+    default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any
+) -> Any:
     """Return a dataclass field with a default and a `Key`, whose kind is that of the default unless given."""
-    kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text", Fraction: "size"}
-    spec = Key(kind=kind or kinds[type(default)], doc=" ".join(doc.split()), section=section, **properties)
+    kinds: dict[type, Kind] = {
+        bool: "bool",
+        int: "int",
+        float: "float",
+        str: "text",
+        Fraction: "size",
+    }
+    spec = Key(
+        kind=kind or kinds[type(default)],
+        doc=" ".join(doc.split()),
+        section=section,
+        **properties,
+    )
     return field(default=default, metadata={"key": spec})
 
 
@@ -216,9 +304,13 @@ class Settings:
 
     def __new__(cls, **values: Any) -> Self:
         """Remember which attributes are set, and refuse an unknown name."""
-        if unknown := [name for name in values if name not in {f.name for f in fields(cls)}]:
+        if unknown := [
+            name for name in values if name not in {f.name for f in fields(cls)}
+        ]:
             hint = closest_keys(unknown[0], [*map(attribute_of, cls.keys())])[1]
-            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
+            raise TypeError(
+                f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r}; {hint}"
+            )
         self = super(Settings, cls).__new__(cls)
         object.__setattr__(self, "_given", frozenset(values))
         return self
@@ -228,7 +320,9 @@ class Settings:
         for name, spec in self.keys().items():
             attribute = attribute_of(name)
             try:
-                object.__setattr__(self, attribute, spec.convert(name, getattr(self, attribute)))
+                object.__setattr__(
+                    self, attribute, spec.convert(name, getattr(self, attribute))
+                )
             except ConfigError as error:
                 problems.append(error)
         raise_together(problems)
@@ -241,12 +335,18 @@ class Settings:
     def keys(cls) -> dict[str, Key]:
         """Return the keys by their names in a file, in the order of the class."""
         specs = {f.name: f.metadata["key"] for f in fields(cls) if "key" in f.metadata}
-        return {f"{spec.group}.{name}" if spec.group else name: spec for name, spec in specs.items()}
+        return {
+            f"{spec.group}.{name}" if spec.group else name: spec
+            for name, spec in specs.items()
+        }
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any], sources: Mapping[str, str]) -> Self:
         """Return the configuration with these values by key, and defaults for the others."""
-        return cls(**{attribute_of(name): value for name, value in values.items()}, sources=sources)
+        return cls(
+            **{attribute_of(name): value for name, value in values.items()},
+            sources=sources,
+        )
 
     def where(self, name: str) -> str:
         """Return where the value of a key comes from: a file and line, the command line, a variable, or `default`."""
@@ -255,11 +355,18 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return the values by key, in the order of the keys, as plain numbers and text."""
         values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
-        return {name: to_yaml_number(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+        return {
+            name: to_yaml_number(value) if isinstance(value, Fraction) else value
+            for name, value in values.items()
+        }
 
     def identity(self) -> dict[str, Any]:
         """Return the values that a checkpoint and the run that resumes it must share, by key."""
-        return {name: getattr(self, attribute_of(name)) for name, spec in self.keys().items() if spec.identity}
+        return {
+            name: getattr(self, attribute_of(name))
+            for name, spec in self.keys().items()
+            if spec.identity
+        }
 
     def _dependent_defaults(self) -> dict[str, Any]:
         """Return the defaults that depend on other attributes, which are read already, and on which ones are set."""
@@ -280,18 +387,35 @@ def _as_kind(kind: Kind, value: object) -> Any:
     if kind == "bool":
         return value if isinstance(value, bool) else None
     if kind == "text":
-        return value if isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= 1_000_000 else None
+        return (
+            value
+            if isinstance(value, str)
+            and value.strip()
+            and value.isprintable()
+            and len(value) <= 1_000_000
+            else None
+        )
     if kind == "name":
-        return value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None
+        return (
+            value
+            if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value))
+            else None
+        )
     if kind == "size":
         try:
             return exact_fraction(value, what="size")
         except RampDefinitionError:
             return None
-    if kind == "int" and isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value):  # such as 300B
+    if (
+        kind == "int" and isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value)
+    ):  # such as 300B
         value = parse_count(value, what="count")
     largest = MAX_COUNT if kind == "int" else 1e300
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:  # nan is not <= either
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= largest
+    ):  # nan is not <= either
         return None
     if kind == "float":
         return float(value)
@@ -302,7 +426,9 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
     """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling."""
     if nearest := keys_for_alias(name, keys):
         return nearest, f"its name here is {' or '.join(nearest)}"
-    if close := difflib.get_close_matches(name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS):
+    if close := difflib.get_close_matches(
+        name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS
+    ):
         return tuple(close), f"the closest is {close[0]}"
     return (), (
         "no key is like it; if it is a key of MaxText that rampup does not have, delete it "
@@ -313,4 +439,8 @@ def closest_keys(name: str, keys: Collection[str]) -> tuple[tuple[str, ...], str
 def keys_for_alias(name: str, keys: Collection[str]) -> tuple[str, ...]:
     """Return the keys that other systems call by a name, such as `learning_rate` for `lr`."""
     word = name.lower().replace("-", "_")
-    return tuple(key for key, aliases in ALIASES.items() if key in keys and word in aliases.split())
+    return tuple(
+        key
+        for key, aliases in ALIASES.items()
+        if key in keys and word in aliases.split()
+    )

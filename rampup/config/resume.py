@@ -10,7 +10,12 @@ from typing import Any
 
 from rampup.config.build import build_plan, plan_or_first_error
 from rampup.config.schema import BUDGET_KEYS, KEYS, RAMP_KEYS, Config
-from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
+from rampup.errors import (
+    BatchDivisibilityError,
+    PipelineShapeError,
+    RampupError,
+    ResumeMismatchError,
+)
 from rampup.plan.learning_rate import Seesaw
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import AUTO, divisors, nearest_in
@@ -30,11 +35,15 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
         "eval_global_batch_size": plan.eval_global_batch_size,
         **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
-        **({"reserved_sizes": list(plan.reserved_sizes)} if plan.reserved_sizes else {}),
+        **(
+            {"reserved_sizes": list(plan.reserved_sizes)} if plan.reserved_sizes else {}
+        ),
     }
 
 
-def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
+def plan_to_resume(
+    config: Config, num_devices: int, record: Mapping[str, Any]
+) -> RampPlan:
     """Return the plan of a resumed run from its checkpoint's `ramp_record` and `step`.
 
     Unchanged keys keep the batches, also on other devices, or a ResumeMismatchError gives the nearest numbers of devices that
@@ -51,45 +60,91 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
             was = record["num_devices"]
             numbers = numbers_that_can(config, was, same)
             text = f"the run was on {was} devices, and its batches cannot be split for num_devices={num_devices}; numbers of "
-            text += f"devices that can run all of them: {list_devices(numbers)}. {error}"
-            raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
+            text += (
+                f"devices that can run all of them: {list_devices(numbers)}. {error}"
+            )
+            raise ResumeMismatchError(
+                text, key="num_devices", nearest=nearest_in(num_devices, numbers)
+            ) from None
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
     if config.on_plan_change == "continue_by_samples":
         # A batch that follows the noise stays as it is, and grows to the new sizes.
-        follows = config.batch_size_schedule == AUTO_SCHEDULE and "reserved_sizes" in record
+        follows = (
+            config.batch_size_schedule == AUTO_SCHEDULE and "reserved_sizes" in record
+        )
         ramp = before if follows else before.spliced_at(record["step"], plan.ramp)
         seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
-        return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
+        return build_plan(
+            config,
+            num_devices,
+            ramp=ramp,
+            seesaw=seesaw,
+            eval_size=plan.eval_global_batch_size,
+        )
     # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
-    names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
-    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
+    names = [
+        key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)
+    ]
+    changed = [
+        f"{key}: {old.get(key)} -> {now.get(key)}"
+        for key in names
+        if old.get(key) != now.get(key)
+    ]
     rule = f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)})"
     fix = "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed"
     text = f"{rule}:\n{plan.ramp.differences(before.to_rows())}\n{fix}"
-    raise ResumeMismatchError(text, key="on_plan_change", nearest=("continue_by_samples",))
+    raise ResumeMismatchError(
+        text, key="on_plan_change", nearest=("continue_by_samples",)
+    )
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:
     """Return the keys that define the ramp, as text: the run's length if it counts, and the rate's schedule with Seesaw."""
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
     if config.batch_size_schedule == AUTO_SCHEDULE:
-        names = {"batch_size_schedule", "gradient_accumulation_steps", "per_device_batch_size_start", "per_device_batch_size"}
+        names = {
+            "batch_size_schedule",
+            "gradient_accumulation_steps",
+            "per_device_batch_size_start",
+            "per_device_batch_size",
+        }
     if config.seesaw_factor is not None:
-        names |= {*BUDGET_KEYS, "max_target_length", "opt_type", "lr_schedule_type", "learning_rate_schedule_steps"}
-        names |= {"warmup_steps_fraction", "learning_rate_final_fraction", "wsd_decay_steps_fraction", "wsd_decay_style"}
+        names |= {
+            *BUDGET_KEYS,
+            "max_target_length",
+            "opt_type",
+            "lr_schedule_type",
+            "learning_rate_schedule_steps",
+        }
+        names |= {
+            "warmup_steps_fraction",
+            "learning_rate_final_fraction",
+            "wsd_decay_steps_fraction",
+            "wsd_decay_style",
+        }
     elif "%" in (config.batch_size_schedule or ""):
         names |= {*BUDGET_KEYS} - {"steps"}
-    return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
+    return {
+        name: None if (value := getattr(config, name)) is None else str(value)
+        for name in KEYS
+        if name in names
+    }
 
 
-def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) -> dict[str, Any]:
+def _same_batches(
+    config: Config, ramp: BatchRamp, record: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments with which `build_plan` keeps the batches of a record."""
-    same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
+    same_eval = (
+        str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
+    )
     return {
         "ramp": ramp,
-        "seesaw": Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None,
+        "seesaw": Seesaw.from_dict(record["seesaw"], ramp)
+        if "seesaw" in record
+        else None,
         "eval_size": record["eval_global_batch_size"] if same_eval else None,
         "reserved_sizes": record.get("reserved_sizes"),
     }
@@ -97,7 +152,11 @@ def _same_batches(config: Config, ramp: BatchRamp, record: Mapping[str, Any]) ->
 
 def possible_devices(config: Config, plan: RampPlan) -> list[int]:
     """Return the numbers of devices on which a run can continue with the batches of a plan; see `numbers_that_can`."""
-    return numbers_that_can(config, plan.num_devices, _same_batches(config, plan.ramp, ramp_record(config, plan)))
+    return numbers_that_can(
+        config,
+        plan.num_devices,
+        _same_batches(config, plan.ramp, ramp_record(config, plan)),
+    )
 
 
 def list_devices(numbers: Sequence[int]) -> str:
@@ -108,15 +167,24 @@ def list_devices(numbers: Sequence[int]) -> str:
     return ", ".join(shown) or "none"
 
 
-def numbers_that_can(config: Config, num_devices: int, same: Mapping[str, Any]) -> list[int]:
+def numbers_that_can(
+    config: Config, num_devices: int, same: Mapping[str, Any]
+) -> list[int]:
     """Return the numbers of devices, ascending, that have a plan with the batches that the arguments `same` keep; up to about
     four times `num_devices` with an open axis that does not shard the batch.
     """
-    sizes = {f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES}
-    known = math.prod(getattr(config, key) for key in sizes if getattr(config, key) != AUTO)
+    sizes = {
+        f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES
+    }
+    known = math.prod(
+        getattr(config, key) for key in sizes if getattr(config, key) != AUTO
+    )
     # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
     factors = divisors(math.gcd(*same["ramp"].sizes))
-    if any(getattr(config, key) == AUTO and axis not in ("data", "fsdp") for key, axis in sizes.items()):
+    if any(
+        getattr(config, key) == AUTO and axis not in ("data", "fsdp")
+        for key, axis in sizes.items()
+    ):
         factors = list(range(1, 4 * num_devices // known + 1))
     found = []
     for number in [known * factor for factor in factors]:

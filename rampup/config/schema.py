@@ -57,19 +57,27 @@ def _samples(preset: str, tokens: int, length: int) -> int:
     return tokens // length
 
 
-def _schedule(preset: str, length: int, thresholds: list[tuple[int, int]]) -> dict[str, Any]:
+def _schedule(
+    preset: str, length: int, thresholds: list[tuple[int, int]]
+) -> dict[str, Any]:
     """Return a schedule from pairs of tokens consumed and tokens per batch."""
-    pairs = " ".join(f"{start}:{_samples(preset, batch, length)}" for start, batch in thresholds)
+    pairs = " ".join(
+        f"{start}:{_samples(preset, batch, length)}" for start, batch in thresholds
+    )
     return dict(zip(_PRESET_RAMP_KEYS, (False, pairs, "tokens"), strict=True))
 
 
 def _nanochat(length: int, tokens: int | None) -> dict[str, Any]:
     if tokens is None:
         rule = "preset=nanochat computes the batch and the weight decay from the tokens of the run"
-        raise ConfigError(f"{rule}; set train_tokens or train_samples", key="train_tokens")
+        raise ConfigError(
+            f"{rule}; set train_tokens or train_samples", key="train_tokens"
+        )
     wanted = NANOCHAT_REFERENCE_BATCH * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
     return _schedule("nanochat", length, [(0, 2 ** round(math.log2(wanted)))]) | {
-        "batch_scaling_reference": _samples("nanochat", NANOCHAT_REFERENCE_BATCH, length),
+        "batch_scaling_reference": _samples(
+            "nanochat", NANOCHAT_REFERENCE_BATCH, length
+        ),
         "batch_scaling": "timescale",
         "adam_weight_decay_reference_tokens": NANOCHAT_REFERENCE_TOKENS,
     }
@@ -83,7 +91,12 @@ PRESETS: dict[str, Preset] = {
         "Not all of nanochat's recipe: it applies the weight decay to the matrices of Muon only, and lets it fall to 0.",
         source="karpathy/nanochat, scripts/base_train.py; exponent of Bergsma et al. 2025, arXiv 2505.13738; timescale of Wang "
         "& Aitchison 2024, arXiv 2405.13698",
-        keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
+        keys=(
+            *_PRESET_RAMP_KEYS,
+            "batch_scaling",
+            "batch_scaling_reference",
+            "adam_weight_decay_reference_tokens",
+        ),
         values=_nanochat,
     ),
     "marin": Preset(
@@ -107,8 +120,19 @@ PRESETS: dict[str, Preset] = {
         source="Merrill et al. 2025, arXiv 2505.23971",
         keys=(*_PRESET_RAMP_KEYS, "batch_scaling", "batch_scaling_reference"),
         values=lambda length, tokens: (
-            _schedule("olmo", length, [(0, 1024 * 4096), (168 * 10**9, 2048 * 4096), (503 * 10**9, 4096 * 4096)])
-            | {"batch_scaling": "sqrt", "batch_scaling_reference": _samples("olmo", 1024 * 4096, length)}
+            _schedule(
+                "olmo",
+                length,
+                [
+                    (0, 1024 * 4096),
+                    (168 * 10**9, 2048 * 4096),
+                    (503 * 10**9, 4096 * 4096),
+                ],
+            )
+            | {
+                "batch_scaling": "sqrt",
+                "batch_scaling_reference": _samples("olmo", 1024 * 4096, length),
+            }
         ),
     ),
 }
@@ -509,7 +533,9 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
         """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`."""
         a, b = self.to_dict(), other.to_dict()
-        return {name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]}
+        return {
+            name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]
+        }
 
     @property
     def total_steps(self) -> int | None:
@@ -524,7 +550,10 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         rate, adam = BATCH_RULES[self.batch_scaling]
         if self.learning_rate_batch_scaling != "auto":
             return self.learning_rate_batch_scaling, adam
-        if rate == "none" and (self.batch_size_schedule, self.auto_schedule) == (AUTO_SCHEDULE, "follow"):
+        if rate == "none" and (self.batch_size_schedule, self.auto_schedule) == (
+            AUTO_SCHEDULE,
+            "follow",
+        ):
             # A batch that grows by measurement needs a rate that follows it.
             rate = "linear" if self.opt_type == "sgd" else "sqrt"
         return rate, adam
@@ -532,15 +561,23 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
     def _dependent_defaults(self) -> dict[str, Any]:
         # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
-        found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+        found: dict[str, Any] = (
+            {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+        )
         if self.batch_size_schedule == AUTO_SCHEDULE:
             implied = auto_implies(has_budget=self.total_steps is None)
-            found |= {name: value for name, value in implied.items() if name not in self._given}
+            found |= {
+                name: value
+                for name, value in implied.items()
+                if name not in self._given
+            }
         if "steps" not in self._given and self.total_steps is None:
             found["steps"] = -1
         if (preset := PRESETS.get(self.preset)) is not None:
             # A ramp of the user's own wins over that of the preset as a whole.
-            own_ramp = "batch_size_schedule" in self._given or (_LINEAR in self._given and self.enable_rampup_batch_size)
+            own_ramp = "batch_size_schedule" in self._given or (
+                _LINEAR in self._given and self.enable_rampup_batch_size
+            )
             left_out = self._given | set(_PRESET_RAMP_KEYS if own_ramp else ())
             tokens = self.train_tokens
             if tokens is None and self.train_samples is not None:
@@ -565,8 +602,14 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
             rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
             refuse("wsd_decay_steps_fraction", rule, float(1 - Fraction(repr(warmup))))
-        others = {"measure_gradient_noise": False, "whole_batch": False, "gradient_accumulator_dtype": "float32"}
-        for name, legal in others.items() if self.gradient_accumulation != "fused" else ():
+        others = {
+            "measure_gradient_noise": False,
+            "whole_batch": False,
+            "gradient_accumulator_dtype": "float32",
+        }
+        for name, legal in (
+            others.items() if self.gradient_accumulation != "fused" else ()
+        ):
             if (value := getattr(self, name)) != legal:
                 needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
                 refuse(name, f"{name}={str(value).lower()} {needs}", legal)
@@ -575,31 +618,51 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             refuse("measure_gradient_noise", rule, False)
         size, tiles = self.vocab_size, self.num_vocab_tiling
         if self.dataset_type == "text" and size < 256:
-            refuse("vocab_size", f"vocab_size={size} must be at least 256 for dataset_type=text, whose tokens are bytes", 256)
+            refuse(
+                "vocab_size",
+                f"vocab_size={size} must be at least 256 for dataset_type=text, whose tokens are bytes",
+                256,
+            )
         if size % tiles:
             rule = f"vocab_size={size} must be a multiple of num_vocab_tiling={tiles}"
             refuse("num_vocab_tiling", rule, *nearest_in(tiles, divisors(size)))
         if self.attention == "flash" and self.max_target_length % 128:
             rule = f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}"
             refuse("attention", rule, "autoselected", "dot_product")
-        if self.dataset_type in ("tokens", "arrayrecord") and self.grain_train_files is None:
+        if (
+            self.dataset_type in ("tokens", "arrayrecord")
+            and self.grain_train_files is None
+        ):
             rule = f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read"
             refuse("grain_train_files", rule)
         if self.batch_size_schedule == AUTO_SCHEDULE:
             # What must be known before step 0 cannot depend on batches that are decided later.
             has_budget = self.total_steps is None
-            needed = auto_implies(has_budget=has_budget) | {"rampup_microbatch": "fixed", "whole_batch": False}
+            needed = auto_implies(has_budget=has_budget) | {
+                "rampup_microbatch": "fixed",
+                "whole_batch": False,
+            }
             needed |= {"seesaw_factor": None}
-            needed |= {"learning_rate_schedule_steps": -1} if has_budget else {"adam_weight_decay_reference_tokens": None}
+            needed |= (
+                {"learning_rate_schedule_steps": -1}
+                if has_budget
+                else {"adam_weight_decay_reference_tokens": None}
+            )
             for name, legal in needed.items():
                 if getattr(self, name) != legal:
                     shown = "null" if legal is None else str(legal).lower()
                     rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
                     refuse(name, rule, legal)
-        budgets = [f"{name}={value}" for name in BUDGET_KEYS if (value := getattr(self, name)) not in (None, -1)]
+        budgets = [
+            f"{name}={value}"
+            for name in BUDGET_KEYS
+            if (value := getattr(self, name)) not in (None, -1)
+        ]
         if len(budgets) > 1:
             rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
-            refuse("train_samples", rule) if self.steps == -1 else refuse("steps", rule, -1)
+            refuse("train_samples", rule) if self.steps == -1 else refuse(
+                "steps", rule, -1
+            )
         factor = self.seesaw_factor
         largest = self.seesaw_max_batch_size
         if factor is None and largest is not None:
@@ -607,25 +670,43 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, BatchKeys, RunKeys):
             refuse("seesaw_max_batch_size", rule)
         kind = self.lr_schedule_type
         last = self.learning_rate_final_fraction
-        if factor is not None and (kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)):
+        if factor is not None and (
+            kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)
+        ):
             rule = f"seesaw_factor={factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
-            refuse("seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none")
+            refuse(
+                "seesaw_factor", f"{rule}learning_rate_final_fraction={last} has none"
+            )
         if factor is not None and self.learning_rate_clock != "samples":
             reason = "the batch, and so the number of steps, depends on the schedule"
-            refuse("learning_rate_clock", f"seesaw_factor needs learning_rate_clock=samples: {reason}", "samples")
+            refuse(
+                "learning_rate_clock",
+                f"seesaw_factor needs learning_rate_clock=samples: {reason}",
+                "samples",
+            )
         scaling, adam = self.batch_scaling, self.batch_rule[1]
         if adam.is_active and self.opt_type != "adamw":
             rule = f"batch_scaling={scaling} scales constants of AdamW, but opt_type={self.opt_type}"
             refuse("batch_scaling", rule, "none", "linear")
-        for name, scaled in (("adam_b2_floor", adam.b2), ("adam_weight_decay_reference_tokens", adam.weight_decay)):
+        for name, scaled in (
+            ("adam_b2_floor", adam.b2),
+            ("adam_weight_decay_reference_tokens", adam.weight_decay),
+        ):
             if getattr(self, name) is not None and scaled == "none":
-                refuse(name, f"{name}={getattr(self, name)} has no effect with batch_scaling={scaling}")
+                refuse(
+                    name,
+                    f"{name}={getattr(self, name)} has no effect with batch_scaling={scaling}",
+                )
         problems += head_problems(self)
 
         # A key of the linear ramp is set, and nothing says whether there is one; with an explicit false, they are ignored.
         is_auto = self.batch_size_schedule == AUTO_SCHEDULE
         # `auto` starts with the first size of the ramp.
-        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == START)]
+        ignored = [
+            name
+            for name in _LINEAR_KEYS
+            if name in self._given and not (is_auto and name == START)
+        ]
         from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
         if ignored and _LINEAR not in self._given and not from_preset:
             values = self.to_dict()
@@ -644,7 +725,11 @@ def auto_implies(*, has_budget: bool) -> dict[str, Any]:
     counts what the length of the run counts, as the other unit depends on later batches.
     """
     clock = "samples" if has_budget else "steps"
-    return {_LINEAR: False, "measure_gradient_noise": True, "learning_rate_clock": clock}
+    return {
+        _LINEAR: False,
+        "measure_gradient_noise": True,
+        "learning_rate_clock": clock,
+    }
 
 
 def head_problems(config: Any) -> list[RampupError]:
@@ -654,7 +739,13 @@ def head_problems(config: Any) -> list[RampupError]:
     if width % (2 * heads):
         rule = f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
         nearest = nearest_in(heads, divisors(width // 2 if width % 2 == 0 else 0))
-        problems.append(ConfigError(f"base_emb_dim={width} {rule}", key="base_num_query_heads", nearest=nearest))
+        problems.append(
+            ConfigError(
+                f"base_emb_dim={width} {rule}",
+                key="base_num_query_heads",
+                nearest=nearest,
+            )
+        )
     if heads % config.num_kv_heads:
         message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
         nearest = nearest_in(config.num_kv_heads, divisors(heads))
@@ -667,4 +758,6 @@ KEYS = Config.keys()
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
-PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)
+PER_ACCUMULATION_KEYS = tuple(
+    name for name, spec in KEYS.items() if spec.per_accumulation
+)

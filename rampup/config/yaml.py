@@ -26,8 +26,12 @@ class Located:
 
     value: Any  # None, bool, int, float, str, list or dict
     path: str  # the file, or the name of another source
-    line: int | None = None  # the line in that file, counted from 1; None in other sources
-    lines: Mapping[str, int] = field(default_factory=dict)  # of a dict in a file: the line of each of its names
+    line: int | None = (
+        None  # the line in that file, counted from 1; None in other sources
+    )
+    lines: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of a dict in a file: the line of each of its names
 
     def __str__(self) -> str:
         return self.path if self.line is None else f"{self.path}:{self.line}"
@@ -43,7 +47,11 @@ class _Loader(yaml.SafeLoader):
 _DIGITS = r"[0-9](?:_?[0-9])*"
 # The scalars of YAML 1.2: pattern, first characters, and value.
 _SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|None|none|NONE|", ["~", "n", "N", ""], lambda text: None),
+    "null": (
+        r"~|null|Null|NULL|None|none|NONE|",
+        ["~", "n", "N", ""],
+        lambda text: None,
+    ),
     "bool": (
         r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF",
         list("tTfFyYnNoO"),
@@ -55,14 +63,20 @@ _SCALARS: dict[str, tuple[str, list[str], Callable[[str], Any]]] = {
         rf"|{_DIGITS}[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
         r"|\.(?:nan|NaN|NAN)|nan",
         list("-+.0123456789in"),
-        lambda text: float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
+        lambda text: float(
+            text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")
+        ),
     ),
 }
 for _name, (_pattern, _first, _) in _SCALARS.items():
-    _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
+    _Loader.add_implicit_resolver(
+        _PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first
+    )
 
 
-def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
+def parse_mapping(
+    text: str, path: str, *, repeated: dict[str, int] | None = None
+) -> dict[str, Located]:
     """Read YAML text that is one mapping. With `repeated`, names may repeat: the last counts, and its line is added there."""
     mapping, twice = _parse(text, path, repeated is not None)
     if repeated is not None:
@@ -71,15 +85,24 @@ def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = Non
 
 
 @functools.lru_cache(maxsize=16)
-def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dict[str, int]]:
+def _parse(
+    text: str, path: str, repeats: bool
+) -> tuple[dict[str, Located], dict[str, int]]:
     # Commands look at the names in a file before they load it; parsing takes most of the time of `rampup plan`.
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is None:
-            raise ConfigError("the file is empty; it must be a mapping, one `key: value` a line", path=path)
+            raise ConfigError(
+                "the file is empty; it must be a mapping, one `key: value` a line",
+                path=path,
+            )
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise ConfigError(f"the file is {kind}; it must be a mapping, one `key: value` a line", path=path, line=1)
+            raise ConfigError(
+                f"the file is {kind}; it must be a mapping, one `key: value` a line",
+                path=path,
+                line=1,
+            )
         reader = _Reader(path, repeats=repeats)
         return dict(reader.entries(root)), reader.repeated
     except yaml.MarkedYAMLError as error:
@@ -88,14 +111,29 @@ def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dic
         problem = str(error.problem or error.context)
         hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
         # In the line where the problem was found, or in the one before, which it may begin in. Comments can have any character.
-        for number, words in list(enumerate(text.splitlines(), start=1))[max((line or 0) - 2, 0) : line or 0]:
-            if odd := next((x for x in words.partition("#")[0] if x != " " and unicodedata.category(x) == "Zs"), None):
+        for number, words in list(enumerate(text.splitlines(), start=1))[
+            max((line or 0) - 2, 0) : line or 0
+        ]:
+            if odd := next(
+                (
+                    x
+                    for x in words.partition("#")[0]
+                    if x != " " and unicodedata.category(x) == "Zs"
+                ),
+                None,
+            ):
                 hint += f"; line {number} has U+{ord(odd):04X} ({unicodedata.name(odd).lower()}) instead of a space"
-        raise ConfigError(f"not valid YAML: {problem}{hint}", path=path, line=line) from None
+        raise ConfigError(
+            f"not valid YAML: {problem}{hint}", path=path, line=line
+        ) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", path=path) from None
+        raise ConfigError(
+            f"not valid YAML: {' '.join(str(error).split())}", path=path
+        ) from None
     except RecursionError:
-        raise ConfigError("not a configuration: it is nested too deeply", path=path) from None
+        raise ConfigError(
+            "not a configuration: it is nested too deeply", path=path
+        ) from None
 
 
 def positions(text: str) -> dict[str, tuple[slice, slice]]:
@@ -104,7 +142,10 @@ def positions(text: str) -> dict[str, tuple[slice, slice]]:
     root = yaml.compose(text, Loader=_Loader)
     assert isinstance(root, yaml.MappingNode)
     return {
-        key.value: (slice(key.start_mark.index, key.end_mark.index), slice(value.start_mark.index, value.end_mark.index))
+        key.value: (
+            slice(key.start_mark.index, key.end_mark.index),
+            slice(value.start_mark.index, value.end_mark.index),
+        )
         for key, value in root.value
         if value.start_mark.index >= key.end_mark.index
         and text[value.start_mark.index : value.start_mark.index + 1] not in ("&", "!")
@@ -124,14 +165,23 @@ def read_text(path: str | Path) -> str:
         with open(path, "rb") if isinstance(path, str) else path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = (
+            error.strerror
+            if isinstance(error, OSError) and error.strerror
+            else str(error)
+        )
         raise ConfigError(f"cannot read the file: {reason}", path=str(path)) from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"the file is larger than {MAX_BYTES:,} bytes, so it is not a configuration", path=str(path))
+        raise ConfigError(
+            f"the file is larger than {MAX_BYTES:,} bytes, so it is not a configuration",
+            path=str(path),
+        )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the file is not UTF-8 text (byte {error.start})", path=str(path)) from None
+        raise ConfigError(
+            f"the file is not UTF-8 text (byte {error.start})", path=str(path)
+        ) from None
 
 
 class _Reader:
@@ -141,22 +191,35 @@ class _Reader:
         self._path = path
         self._left = MAX_VALUES
         self._repeats = repeats
-        self.repeated: dict[str, int] = {}  # repeated names, dotted, with the line of the last
+        self.repeated: dict[
+            str, int
+        ] = {}  # repeated names, dotted, with the line of the last
 
-    def entries(self, node: yaml.MappingNode, *, depth: int = 0, prefix: str = "") -> Iterator[tuple[str, Located]]:
+    def entries(
+        self, node: yaml.MappingNode, *, depth: int = 0, prefix: str = ""
+    ) -> Iterator[tuple[str, Located]]:
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError("a key must be a plain name", path=self._path, line=line)
+                raise ConfigError(
+                    "a key must be a plain name", path=self._path, line=line
+                )
             name = key_node.value
             if name in seen and not self._repeats:
-                raise ConfigError(f"{name} is given twice, first in line {seen[name]}", key=name, path=self._path, line=line)
+                raise ConfigError(
+                    f"{name} is given twice, first in line {seen[name]}",
+                    key=name,
+                    path=self._path,
+                    line=line,
+                )
             if name in seen:
                 self.repeated[prefix + name] = line
             seen[name] = line
             value = self._value(value_node, depth=depth + 1, prefix=f"{prefix}{name}.")
-            nested = value_node.value if isinstance(value_node, yaml.MappingNode) else ()
+            nested = (
+                value_node.value if isinstance(value_node, yaml.MappingNode) else ()
+            )
             lines = {inner.value: inner.start_mark.line + 1 for inner, _ in nested}
             yield name, Located(value=value, path=self._path, line=line, lines=lines)
 
@@ -164,21 +227,47 @@ class _Reader:
         line = node.start_mark.line + 1
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
-            problem = "nested too deeply" if depth > MAX_DEPTH else f"too large: more than {MAX_VALUES:,} values"
-            raise ConfigError(f"not a configuration: it is {problem}", path=self._path, line=line)
-        legal = ("null", "bool", "int", "float", "str") if isinstance(node, yaml.ScalarNode) else ("seq", "map")
-        if not node.tag.startswith(_PREFIX) or node.tag.removeprefix(_PREFIX) not in legal:
-            raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=self._path, line=line)
+            problem = (
+                "nested too deeply"
+                if depth > MAX_DEPTH
+                else f"too large: more than {MAX_VALUES:,} values"
+            )
+            raise ConfigError(
+                f"not a configuration: it is {problem}", path=self._path, line=line
+            )
+        legal = (
+            ("null", "bool", "int", "float", "str")
+            if isinstance(node, yaml.ScalarNode)
+            else ("seq", "map")
+        )
+        if (
+            not node.tag.startswith(_PREFIX)
+            or node.tag.removeprefix(_PREFIX) not in legal
+        ):
+            raise ConfigError(
+                f"the YAML tag {node.tag!r} is not allowed; write plain values",
+                path=self._path,
+                line=line,
+            )
         if isinstance(node, yaml.ScalarNode):
             return _scalar(node.value, node.tag, self._path, line)
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, depth=depth + 1) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
-        return {name: located.value for name, located in self.entries(node, depth=depth, prefix=prefix)}
+        return {
+            name: located.value
+            for name, located in self.entries(node, depth=depth, prefix=prefix)
+        }
 
 
 def _scalar(text: str, tag: str, path: str, line: int | None) -> Any:
     try:
-        return _SCALARS[kind][2](text) if (kind := tag.removeprefix(_PREFIX)) in _SCALARS else text
+        return (
+            _SCALARS[kind][2](text)
+            if (kind := tag.removeprefix(_PREFIX)) in _SCALARS
+            else text
+        )
     except ValueError:
-        raise ConfigError(f"{text[:50]!r} is not a usable number", path=path, line=line) from None
+        raise ConfigError(
+            f"{text[:50]!r} is not a usable number", path=path, line=line
+        ) from None

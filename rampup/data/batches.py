@@ -35,7 +35,15 @@ from rampup.data.sources import (
     warn_of_batches,
 )
 from rampup.engine.batch import Batch, in_microbatches, put_batch, stop_step
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, batch_sharding, check_plan_fits, process_rows, rows_of_processes
+from rampup.engine.mesh import (
+    STAGE,
+    BatchAxes,
+    auto_view,
+    batch_sharding,
+    check_plan_fits,
+    process_rows,
+    rows_of_processes,
+)
 from rampup.errors import BatchDivisibilityError, ConfigError, DataError
 from rampup.plan.numbers import nearest_multiples
 from rampup.plan.plan import PlanPosition, RampPlan
@@ -43,7 +51,9 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplit, BatchSplitter
 
 AHEAD_ON_DEVICE = 2  # steps whose rows are on the devices before they are used
-INLINE_BYTES = 2**20  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
+INLINE_BYTES = (
+    2**20
+)  # of a step up to which rows in memory are read here: a thread takes as long to hand them over
 _ROWS_OF_IDENTITY = 8
 
 
@@ -53,7 +63,14 @@ class SampleOrder:
     With `has_epochs`, the source can be indexed beyond its length, as a Grain MapDataset can. No `num_epochs` is unlimited.
     """
 
-    def __init__(self, num_rows: int, *, seed: int | None, num_epochs: int | None = None, has_epochs: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        seed: int | None,
+        num_epochs: int | None = None,
+        has_epochs: bool = False,
+    ) -> None:
         if num_rows < 1:
             raise DataError("the data has no rows")
         if seed is not None and num_rows >= 2**32:
@@ -62,7 +79,11 @@ class SampleOrder:
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows, self._has_epochs = num_rows, has_epochs
         # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
-        self._shuffled = None if seed is None else grain.MapDataset.range(num_rows).shuffle(seed=seed)
+        self._shuffled = (
+            None
+            if seed is None
+            else grain.MapDataset.range(num_rows).shuffle(seed=seed)
+        )
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
         """Return the row of each sample."""
@@ -78,7 +99,11 @@ class SampleOrder:
             needed = -(-consumed_samples // self._num_rows)
             problem = f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are"
             fix = f"set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps"
-            raise DataError(f"{problem} {self.num_samples:,}; {fix}", key="num_epoch", nearest=(needed, -1))
+            raise DataError(
+                f"{problem} {self.num_samples:,}; {fix}",
+                key="num_epoch",
+                nearest=(needed, -1),
+            )
 
 
 class StepRows(NamedTuple):
@@ -101,7 +126,9 @@ class Loading:
             nearest = nearest_multiples(count, max(self.factor, 1))
             problem = f"expansion_factor_real_data={self.factor} must divide the number of processes, {count}"
             fix = f"it would fit {' or '.join(map(str, nearest))} processes"
-            raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
+            raise ConfigError(
+                f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
+            )
 
     @property
     def reads(self) -> bool:
@@ -109,14 +136,18 @@ class Loading:
         return jax.process_index() % self.factor == 0
 
     @functools.cache  # noqa: B019 - asking a sharding for its indices takes longer than reading a small batch
-    def rows_to_read(self, mesh: Mesh, num_rows: int, axes: BatchAxes | None) -> np.ndarray:
+    def rows_to_read(
+        self, mesh: Mesh, num_rows: int, axes: BatchAxes | None
+    ) -> np.ndarray:
         """Return the rows of a microbatch that this process reads: those of the first process it reads for, then the next."""
         rows = rows_of_processes(mesh, num_rows, axes)
         first = jax.process_index() // self.factor * self.factor
         return np.concatenate([rows[first + member] for member in range(self.factor)])
 
     @functools.cache  # noqa: B019 - of few small objects
-    def redistribution(self, mesh: Mesh, num_rows: int, axes: BatchAxes | None) -> Callable[..., jax.Array]:
+    def redistribution(
+        self, mesh: Mesh, num_rows: int, axes: BatchAxes | None
+    ) -> Callable[..., jax.Array]:
         """Return a compiled gather of R rows that moves each from the process that has read it to the one that needs it.
 
         Of its f arguments (C, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
@@ -192,7 +223,11 @@ class BatchLoader:
         """Return the rows of a step in the order of its planned split."""
         position = self.plan.position(step)
         samples_S = self.samples_of(position, position.split).ravel()
-        return StepRows(position, samples_S, read_rows(self.source, self.order.rows(samples_S.tolist())))
+        return StepRows(
+            position,
+            samples_S,
+            read_rows(self.source, self.order.rows(samples_S.tolist())),
+        )
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch).
@@ -201,8 +236,12 @@ class BatchLoader:
         """
         # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
         num_rows = split.data_parallel_size * split.microbatch_size
-        starts = position.consumed_samples + num_rows * np.arange(split.num_microbatches)
-        return starts[:, None] + self.loading.rows_to_read(self.mesh, num_rows, self.batch_axes)
+        starts = position.consumed_samples + num_rows * np.arange(
+            split.num_microbatches
+        )
+        return starts[:, None] + self.loading.rows_to_read(
+            self.mesh, num_rows, self.batch_axes
+        )
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches (n, rows of a microbatch, ...). With another split, some may have to be read."""
@@ -217,7 +256,9 @@ class BatchLoader:
             if not np.array_equal(wanted_S, samples_S):
                 # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
                 by_number = np.argsort(samples_S, kind="stable")
-                place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
+                place_S = by_number[
+                    np.searchsorted(samples_S, wanted_S, sorter=by_number)
+                ]
                 rows = jax.tree.map(lambda x: x[place_S], rows)
         return in_microbatches(rows, split.num_microbatches)
 
@@ -230,7 +271,9 @@ class BatchLoader:
         def read(step: int) -> StepRows:
             found = self.read_step(step)
             if step == start:
-                check_repeatable(self.source, self.order.rows(found.samples.tolist()), found.rows)
+                check_repeatable(
+                    self.source, self.order.rows(found.samples.tolist()), found.rows
+                )
             return found
 
         steps = range(start, stop)
@@ -243,9 +286,19 @@ class BatchLoader:
                 return
         if steps:
             # One thread also reads the rows in their order.
-            num_threads = self.num_threads if is_thread_safe(self.source) else min(self.num_threads, 1)
-            options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.read_ahead)
-            yield from grain.MapDataset.range(steps.start, steps.stop).map(read).to_iter_dataset(options)
+            num_threads = (
+                self.num_threads
+                if is_thread_safe(self.source)
+                else min(self.num_threads, 1)
+            )
+            options = grain.ReadOptions(
+                num_threads=num_threads, prefetch_buffer_size=self.read_ahead
+            )
+            yield from (
+                grain.MapDataset.range(steps.start, steps.stop)
+                .map(read)
+                .to_iter_dataset(options)
+            )
 
     def _put(self, step: StepRows) -> Batch:
         """Split a step's rows into microbatches, only now as their split may have changed, and put them on the devices."""
@@ -263,12 +316,24 @@ class BatchLoader:
                 sample = int(self.samples_of(position, split).ravel()[place])
                 return self.source.describe(int(self.order.rows([sample])[0]))
 
-            return put_batch(batch_nR, position, self.plan, self.mesh, name_row=name_row, **options)
-        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
-        found = [put_batch(part, position, self.plan, auto_view(self.mesh), **options) for part in parts]
+            return put_batch(
+                batch_nR, position, self.plan, self.mesh, name_row=name_row, **options
+            )
+        parts = [
+            jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR)
+            for g in range(f)
+        ]
+        found = [
+            put_batch(part, position, self.plan, auto_view(self.mesh), **options)
+            for part in parts
+        ]
         # This process has also read for the processes after it: hand their rows on.
-        redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size, self.batch_axes)
-        return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))
+        redistribute = self.loading.redistribution(
+            self.mesh, split.data_parallel_size * split.microbatch_size, self.batch_axes
+        )
+        return found[0]._replace(
+            chunks=jax.tree.map(redistribute, *(part.chunks for part in found))
+        )
 
 
 def step_batches(
@@ -317,21 +382,38 @@ def step_batches(
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
     if batched:
-        raise DataError("rows are read by number, and batches one after the other: step.stream(source, batched=True)")
+        raise DataError(
+            "rows are read by number, and batches one after the other: step.stream(source, batched=True)"
+        )
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
-    order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
-    options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
+    order = SampleOrder(
+        len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs
+    )
+    options: Any = {
+        "split_for": split_for,
+        "chunk_size": chunk_size,
+        "batch_axes": batch_axes,
+    }
     options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
-    batches = loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
+    batches = loader.batches(
+        start.step if isinstance(start, PlanPosition) else start, stop
+    )
     return StepBatches(batches, rows, seed, warns=batched is None)
 
 
 class StepBatches(Iterator[Batch]):
     """The batches of `step_batches`. They know which rows they are of, so that a `Loop` notices others at a resume."""
 
-    def __init__(self, batches: Iterator[Batch], source: RowSource, seed: int | None, *, warns: bool) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        source: RowSource,
+        seed: int | None,
+        *,
+        warns: bool,
+    ) -> None:
         self._batches, self._warns = batches, warns
         self._source, self._seed = source, seed
 
@@ -352,8 +434,13 @@ class StepBatches(Iterator[Batch]):
         with contextlib.suppress(DataError):
             digest = hashlib.sha256()
             for path, x in jax.tree.leaves_with_path(read_rows(self._source, rows)):
-                digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode() + np.asarray(x).tobytes())
-            found[f"SHA-256 of rows {', '.join(map(str, rows.tolist()))}"] = digest.hexdigest()[:12]
+                digest.update(
+                    f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode()
+                    + np.asarray(x).tobytes()
+                )
+            found[f"SHA-256 of rows {', '.join(map(str, rows.tolist()))}"] = (
+                digest.hexdigest()[:12]
+            )
         return found
 
 
@@ -371,7 +458,9 @@ def eval_batches(
     num_shards = axes.num_shards(mesh)
     if batch_size < 1 or batch_size % num_shards:
         problem = f"batch_size={batch_size} must be a multiple of {' * '.join(axes.rows)} = {num_shards}"
-        raise BatchDivisibilityError(problem, value=max(batch_size, 1), divisor=num_shards, key="batch_size")
+        raise BatchDivisibilityError(
+            problem, value=max(batch_size, 1), divisor=num_shards, key="batch_size"
+        )
     full = len(rows) // batch_size * batch_size
     # A loss that sees whole batches sees all that is left over together.
     shared = full if whole_batch else len(rows) // num_shards * num_shards
@@ -385,11 +474,27 @@ def eval_batches(
         if not size or not number:
             continue
         # Rows that every device computes come one by one, as they may be more than its part of a batch.
-        options: Any = {"whole_batch": True} if part_axes == axes or whole_batch else {"microbatch_size": 1}
-        splitter = BatchSplitter(data_parallel_size=part_axes.num_shards(mesh), num_stages=mesh.shape.get(STAGE, 1), **options)
+        options: Any = (
+            {"whole_batch": True}
+            if part_axes == axes or whole_batch
+            else {"microbatch_size": 1}
+        )
+        splitter = BatchSplitter(
+            data_parallel_size=part_axes.num_shards(mesh),
+            num_stages=mesh.shape.get(STAGE, 1),
+            **options,
+        )
         ramp = BatchRamp.constant(size)
-        plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=number)
-        yield from step_batches(RowRange(rows, first, len(rows)), plan, mesh, batch_axes=part_axes, batched=batched)
+        plan = RampPlan(
+            ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=number
+        )
+        yield from step_batches(
+            RowRange(rows, first, len(rows)),
+            plan,
+            mesh,
+            batch_axes=part_axes,
+            batched=batched,
+        )
 
 
 def stream_batches(
@@ -429,7 +534,11 @@ def stream_batches(
     for number in range(start, stop_step(plan, start, stop)):
         position = plan.position(number)
         split = position.split if split_for is None else split_for(position)
-        needed = split.num_microbatches * len(process_rows(mesh, split.data_parallel_size * split.microbatch_size, batch_axes))
+        needed = split.num_microbatches * len(
+            process_rows(
+                mesh, split.data_parallel_size * split.microbatch_size, batch_axes
+            )
+        )
         while count < needed:
             try:
                 item = next(rows)
@@ -439,23 +548,46 @@ def stream_batches(
                     raise DataError(message) from None
                 return
             if item is None:
-                raise DataError(f"the source yielded None instead of a row, at step {number}")
+                raise DataError(
+                    f"the source yielded None instead of a row, at step {number}"
+                )
             # Copied: a source may yield the same array again, filled with the next rows.
             pending.append(jax.tree.map(np.array, item))
             if number == start and count == 0 and batched is None:
                 warn_of_batches(pending[0])
-            sizes = {leaf.shape[:1] if batched else (1,) for leaf in jax.tree.leaves(pending[-1])}
+            sizes = {
+                leaf.shape[:1] if batched else (1,)
+                for leaf in jax.tree.leaves(pending[-1])
+            }
             if len(sizes) != 1 or () in sizes:
-                found = ", ".join(str(size[0]) if size else "no" for size in sorted(sizes)) or "no"
-                raise DataError(f"step {number}: the source yielded arrays of {found} rows, which must be one number for all")
+                found = (
+                    ", ".join(str(size[0]) if size else "no" for size in sorted(sizes))
+                    or "no"
+                )
+                raise DataError(
+                    f"step {number}: the source yielded arrays of {found} rows, which must be one number for all"
+                )
             count += sizes.pop()[0]
         name = f"{'batch' if batched else 'row'} {{}} of step {number:,}".format
         ready = stack_rows(pending, name, np.concatenate if batched else np.array)
         # What the next step begins with: the rest of a batch that two steps share.
-        pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
+        pending = (
+            [jax.tree.map(lambda x, used=needed: x[used:], ready)]
+            if count > needed
+            else []
+        )
         count -= needed
-        batch_nR = in_microbatches(jax.tree.map(lambda x, used=needed: x[:used], ready), split.num_microbatches)
-        yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
+        batch_nR = in_microbatches(
+            jax.tree.map(lambda x, used=needed: x[:used], ready), split.num_microbatches
+        )
+        yield put_batch(
+            batch_nR,
+            replace(position, split=split),
+            plan,
+            mesh,
+            batch_axes=batch_axes,
+            chunk_size=chunk_size,
+        )
 
 
 @functools.wraps(step_batches, assigned=())

@@ -21,7 +21,14 @@ import numpy as np
 
 from rampup.config.schema import Config
 from rampup.data.batches import Loading
-from rampup.data.sources import PlaceholderRows, RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
+from rampup.data.sources import (
+    PlaceholderRows,
+    RecordRows,
+    RowRange,
+    RowSource,
+    SyntheticRows,
+    TokenRows,
+)
 from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
 
@@ -38,15 +45,24 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     Without `grain_train_files`, `text` is the Python standard library's own source. Without `grain_eval_files`, a fraction of
     the training data is held out: every n-th text file, or the last rows of other data and of few text files.
     """
-    shape: dict[str, Any] = {"sequence_length": config.max_target_length, "vocab_size": config.vocab_size}
+    shape: dict[str, Any] = {
+        "sequence_length": config.max_target_length,
+        "vocab_size": config.vocab_size,
+    }
     if config.dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
     paths = _find_files(config.grain_train_files, "grain_train_files")
-    eval_paths = None if config.grain_eval_files is None else _find_files(config.grain_eval_files, "grain_eval_files")
+    eval_paths = (
+        None
+        if config.grain_eval_files is None
+        else _find_files(config.grain_eval_files, "grain_eval_files")
+    )
     if config.dataset_type == "text" and eval_paths is None:
         # Every n-th file, so that evaluation reads from all folders and not only from the last one.
         period = max(round(1 / config.eval_holdout_fraction), 2)
-        eval_paths = paths[period // 2 :: period] or None  # None: too few files to spare one
+        eval_paths = (
+            paths[period // 2 :: period] or None
+        )  # None: too few files to spare one
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
@@ -58,13 +74,24 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
                     pieces.append(Path(path).read_bytes() + b"\0")
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
-            rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
+            rows: RowSource = TokenRows(
+                [text],
+                ["text"],
+                starts=list(zip(offsets, files, strict=False)),
+                **shape,
+            )
         elif config.dataset_type == "arrayrecord":
             rows = RecordRows(files, dtype=config.token_dtype, **shape)
         else:
-            rows = TokenRows([open_token_file(path, config.token_dtype) for path in files], files, **shape)
+            rows = TokenRows(
+                [open_token_file(path, config.token_dtype) for path in files],
+                files,
+                **shape,
+            )
         if len(rows) == 0:
-            raise DataError(f"{', '.join(files)[:300]}: fewer than two tokens are not a row")
+            raise DataError(
+                f"{', '.join(files)[:300]}: fewer than two tokens are not a row"
+            )
         return rows
 
     train = open_one(paths)
@@ -74,7 +101,9 @@ def open_sources(config: Config) -> tuple[RowSource, RowSource]:
     held_out = max(round(len(train) * config.eval_holdout_fraction), 1)
     if held_out >= len(train):
         problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
-        raise DataError(f"{problem}; add text, set a smaller max_target_length, or name grain_eval_files")
+        raise DataError(
+            f"{problem}; add text, set a smaller max_target_length, or name grain_eval_files"
+        )
     split = len(train) - held_out
     return RowRange(train, 0, split), RowRange(train, split, len(train))
 
@@ -85,28 +114,66 @@ def shared_sources(loading: Loading, config: Config) -> tuple[RowSource, RowSour
     if loading.factor == 1 and opened is not None:
         return opened
     # The others need the numbers of rows, for the order of samples.
-    numbers = json.loads(broadcast_from_process0("sources", json.dumps([len(rows) for rows in opened or ()])))
-    shape = {"sequence_length": config.max_target_length, "vocab_size": config.vocab_size}
-    return opened or (PlaceholderRows(numbers[0], **shape), PlaceholderRows(numbers[1], **shape))
+    numbers = json.loads(
+        broadcast_from_process0(
+            "sources", json.dumps([len(rows) for rows in opened or ()])
+        )
+    )
+    shape = {
+        "sequence_length": config.max_target_length,
+        "vocab_size": config.vocab_size,
+    }
+    return opened or (
+        PlaceholderRows(numbers[0], **shape),
+        PlaceholderRows(numbers[1], **shape),
+    )
 
 
 def _find_files(pattern: str | None, key: str) -> list[str]:
     if pattern is None:
         root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
-        files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+        skipped = {
+            "site-packages",
+            "dist-packages",
+            "__pycache__",
+            "test",
+            "tests",
+            "idlelib",
+            "lib2to3",
+        }
+        files = [
+            path
+            for path in root.rglob("*.py")
+            if not skipped & set(path.relative_to(root).parts)
+        ]
         if not files:
-            raise DataError(f"no Python source files in {root}; set {key} to text files of your own", key=key)
-        return [str(path) for path in sorted(files, key=lambda path: path.relative_to(root).as_posix())]
+            raise DataError(
+                f"no Python source files in {root}; set {key} to text files of your own",
+                key=key,
+            )
+        return [
+            str(path)
+            for path in sorted(
+                files, key=lambda path: path.relative_to(root).as_posix()
+            )
+        ]
     # The order of the files is the order of the rows, and a file system may list them in any.
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
+    paths = sorted(
+        path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir()
+    )
     if not paths:
-        hint = f"; it is a folder: name its files, such as '{pattern.rstrip('/')}/*'" if Path(pattern).is_dir() else ""
+        hint = (
+            f"; it is a folder: name its files, such as '{pattern.rstrip('/')}/*'"
+            if Path(pattern).is_dir()
+            else ""
+        )
         raise DataError(f"{key}={pattern!r} matches no file{hint}", key=key)
     for path in paths:
         if not Path(path).is_file():
             kind = "a broken link" if Path(path).is_symlink() else "not a regular file"
-            raise DataError(f"{key}={pattern!r} matches {path}, which is {kind}", key=key)
+            raise DataError(
+                f"{key}={pattern!r} matches {path}, which is {kind}", key=key
+            )
     return paths
 
 
@@ -131,7 +198,9 @@ _open_file = functools.lru_cache(maxsize=64)(_OpenFile)
 class TokenFile:
     """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile."""
 
-    def __init__(self, path: str, dtype: np.dtype[Any], *, offset: int, size: int) -> None:
+    def __init__(
+        self, path: str, dtype: np.dtype[Any], *, offset: int, size: int
+    ) -> None:
         self._path = path
         self._dtype = dtype
         self._offset = offset  # bytes before the first token
@@ -152,19 +221,29 @@ class TokenFile:
                 _open_file.cache_clear()
                 file = _open_file(self._path)
         except OSError as error:
-            raise DataError(f"{self._path} cannot be opened again: {error.strerror or error}") from error
+            raise DataError(
+                f"{self._path} cannot be opened again: {error.strerror or error}"
+            ) from error
         if file.place != self._place:
-            raise DataError(f"{self._path} is another file than when the run started: it was replaced")
+            raise DataError(
+                f"{self._path} is another file than when the run started: it was replaced"
+            )
         content = b""
         # pread does not move a shared file position, so threads can read at the same time; it may return less than requested.
         while len(content) < wanted:
             try:
-                more = os.pread(file.descriptor, wanted - len(content), place + len(content))
+                more = os.pread(
+                    file.descriptor, wanted - len(content), place + len(content)
+                )
             except OSError as error:
-                raise DataError(f"{self._path} cannot be read at byte {place:,}: {error.strerror or error}") from error
+                raise DataError(
+                    f"{self._path} cannot be read at byte {place:,}: {error.strerror or error}"
+                ) from error
             if not more:
                 end = os.fstat(file.descriptor).st_size
-                raise DataError(f"{self._path} ends at byte {end:,}: it was truncated after the run started")
+                raise DataError(
+                    f"{self._path} ends at byte {end:,}: it was truncated after the run started"
+                )
             content += more
         return np.frombuffer(content, self._dtype)
 
@@ -172,26 +251,43 @@ class TokenFile:
 def open_token_file(path: str, token_dtype: str) -> TokenFile:
     """Open a .npy file, or a .bin file of little-endian tokens of type `token_dtype`."""
     if not path.endswith((".npy", ".bin")):
-        raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
+        raise DataError(
+            f"{path} must end in .npy or .bin for dataset_type=tokens",
+            key="grain_train_files",
+        )
     try:
         if path.endswith(".bin"):
             dtype = np.dtype(token_dtype).newbyteorder("<")
             size = os.path.getsize(path)
             if size == 0 or size % dtype.itemsize:
-                raise ValueError(f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token")
+                raise ValueError(
+                    f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token"
+                )
             return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
         # Mapped to find where the data begin. Reading through the map would be a signal, not an error, if it is truncated.
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in "iu":
-            return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
+        if (
+            isinstance(array, np.ndarray)
+            and array.ndim == 1
+            and array.dtype.kind in "iu"
+        ):
+            return TokenFile(
+                path, array.dtype, offset=getattr(array, "offset", 0), size=array.size
+            )
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} cannot be read as tokens: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
-    raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
+        raise DataError(
+            f"{path} is an archive of arrays; save a single array with numpy.save"
+        )
+    raise DataError(
+        f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}"
+    )
 
 
-def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> dict[str, str]:
+def fingerprints(
+    paths: Sequence[str], share: int = 0, num_shares: int = 1
+) -> dict[str, str]:
     """Return size and digest of each file, by its name relative to the folder that all of them share.
 
     Of files above 64 MiB, 64 evenly spaced blocks of 1 MiB are read, the first and the last among them: a few bytes changed in
@@ -201,7 +297,9 @@ def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> d
     names, shared = _names_below(paths)
     own = dict(list(zip(names, paths, strict=True))[share::num_shares])
     folder = jax.config.jax_compilation_cache_dir
-    rule = hashlib.sha256(json.dumps([str(shared), FULL_HASH_BYTES, NUM_BLOCKS, BLOCK_BYTES]).encode()).hexdigest()[:16]
+    rule = hashlib.sha256(
+        json.dumps([str(shared), FULL_HASH_BYTES, NUM_BLOCKS, BLOCK_BYTES]).encode()
+    ).hexdigest()[:16]
     cache = Path(folder or "").expanduser() / "fingerprints" / f"{rule}.json"
     is_kept = bool(folder) and "://" not in folder
     known: dict[str, Any] = {}
@@ -220,15 +318,22 @@ def fingerprints(paths: Sequence[str], share: int = 0, num_shares: int = 1) -> d
             else:
                 # The block number 0 starts at byte 0, and the last one ends at the end of the file.
                 for number in range(NUM_BLOCKS):
-                    file.seek((status.st_size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                    file.seek(
+                        (status.st_size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1)
+                    )
                     digest.update(file.read(BLOCK_BYTES))
-            return [*facts, f"{status.st_size} bytes, SHA-256 {digest.hexdigest()[:12]}"]
+            return [
+                *facts,
+                f"{status.st_size} bytes, SHA-256 {digest.hexdigest()[:12]}",
+            ]
 
     settled = time.time_ns() - _SETTLED_NS
     with ThreadPoolExecutor(_THREADS) as threads:
         found = dict(zip(own, threads.map(fingerprint, own, own.values()), strict=True))
     # A file that is being written may change once more without another time.
-    kept = known | {name: entry for name, entry in found.items() if max(entry[1:3]) < settled}
+    kept = known | {
+        name: entry for name, entry in found.items() if max(entry[1:3]) < settled
+    }
     if is_kept and kept != known:
         # The folder may be read-only or full, and then the files are read again.
         with contextlib.suppress(OSError):
@@ -248,13 +353,20 @@ def beginnings(paths: Sequence[str]) -> dict[str, str]:
             return f"{os.fstat(file.fileno()).st_size} bytes, SHA-256 {digest} of the first 4 KiB"
 
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(_names_below(paths)[0], threads.map(beginning, paths), strict=True))
+        return dict(
+            zip(_names_below(paths)[0], threads.map(beginning, paths), strict=True)
+        )
 
 
 def _names_below(paths: Sequence[str]) -> tuple[list[str], Path]:
     """Return the names of files relative to the folder that all of them share, and the folder."""
-    shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths] or ["."])
-    return [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths], Path(shared)
+    shared = os.path.commonpath(
+        [os.path.dirname(os.path.abspath(path)) for path in paths] or ["."]
+    )
+    return [
+        Path(os.path.relpath(os.path.abspath(path), shared)).as_posix()
+        for path in paths
+    ], Path(shared)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,18 @@ import jax
 import numpy as np
 
 from rampup.engine.sums import differing_leaves
-from rampup.errors import DataError, DataWarning, MissingDependencyError, RampupError, a_type
+from rampup.errors import (
+    DataError,
+    DataWarning,
+    MissingDependencyError,
+    RampupError,
+    a_type,
+)
 
 Rows = Mapping[str, np.ndarray]
-_READ_TWICE = 16  # rows of the first step: enough for a random flip of every tenth row to show
+_READ_TWICE = (
+    16  # rows of the first step: enough for a random flip of every tenth row to show
+)
 # Objects that are being read, by their id. An entry lives as long as a thread reads or waits.
 _LOCKS: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _LOCKS_GUARD = threading.Lock()
@@ -45,7 +53,9 @@ class _Tokens(RowSource):
 
     thread_safe = True
 
-    def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], sequence_length: int, vocab_size: int
+    ) -> None:
         self.paths = tuple(paths)  # the files that the rows come from, in order
         self._length, self._vocab_size = sequence_length, vocab_size
 
@@ -56,14 +66,24 @@ class _Tokens(RowSource):
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         parts = [self._row(row) for row in rows.tolist()]
         sizes = np.fromiter(map(len, parts), np.int32, len(parts))
-        flat = np.concatenate(parts, dtype=np.int64, casting="unsafe") if parts else np.zeros(0, np.int64)
+        flat = (
+            np.concatenate(parts, dtype=np.int64, casting="unsafe")
+            if parts
+            else np.zeros(0, np.int64)
+        )
         # A look-up with a token beyond the vocabulary would return some other row of the embedding, without an error.
         bad = np.flatnonzero((flat >= self._vocab_size) | (flat < 0))
         if len(bad):
-            where = self.describe(int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")]))
-            raise DataError(f"{where}: token {flat[bad[0]]} must be at least 0 and below vocab_size={self._vocab_size}")
+            where = self.describe(
+                int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
+            )
+            raise DataError(
+                f"{where}: token {flat[bad[0]]} must be at least 0 and below vocab_size={self._vocab_size}"
+            )
         # Rows go to the devices in the smallest type that holds the vocabulary: bytes are a quarter of int32.
-        tokens = np.zeros((len(parts), self._length + 1), _smallest_dtype(self._vocab_size))
+        tokens = np.zeros(
+            (len(parts), self._length + 1), _smallest_dtype(self._vocab_size)
+        )
         tokens[np.arange(self._length + 1) < sizes[:, None]] = flat
         return {"tokens": tokens, "length": sizes - 1}
 
@@ -85,7 +105,9 @@ class TokenRows(_Tokens):
         vocab_size: int,
         starts: Sequence[tuple[int, str]] = (),
     ) -> None:
-        super().__init__([name for _, name in starts] or names, sequence_length, vocab_size)
+        super().__init__(
+            [name for _, name in starts] or names, sequence_length, vocab_size
+        )
         self._arrays = arrays
         self._names = names
         self._starts = starts
@@ -108,7 +130,9 @@ class TokenRows(_Tokens):
         array, start = self._place(row)
         if not self._starts:
             return f"{self._names[array]} from token {start:,} (row {row:,})"
-        document = bisect.bisect_right(self._starts, start, key=lambda each: each[0]) - 1
+        document = (
+            bisect.bisect_right(self._starts, start, key=lambda each: each[0]) - 1
+        )
         offset, name = self._starts[document]
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
@@ -125,9 +149,19 @@ class ItemRows:
     def __init__(self, items: Any) -> None:
         self.items = items
         # Grain reads its own sources and datasets in threads, and asks of what is inside them that it allows this.
-        of_grain = isinstance(items, grain.MapDataset) or type(items).__module__.partition(".")[0] == "grain"
-        self.are_stored = isinstance(items, np.ndarray) or type(items) in (list, tuple, range, dict)
-        self.thread_safe = bool(getattr(items, "thread_safe", of_grain or self.are_stored))
+        of_grain = (
+            isinstance(items, grain.MapDataset)
+            or type(items).__module__.partition(".")[0] == "grain"
+        )
+        self.are_stored = isinstance(items, np.ndarray) or type(items) in (
+            list,
+            tuple,
+            range,
+            dict,
+        )
+        self.thread_safe = bool(
+            getattr(items, "thread_safe", of_grain or self.are_stored)
+        )
 
     def __len__(self) -> int:
         return len(self.items)
@@ -153,7 +187,9 @@ class ItemRows:
 class RecordRows(_Tokens):
     """Rows from ArrayRecord files whose records are little-endian arrays, of type `dtype`, of at most T + 1 tokens."""
 
-    def __init__(self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int
+    ) -> None:
         super().__init__(paths, sequence_length, vocab_size)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         try:
@@ -162,7 +198,9 @@ class RecordRows(_Tokens):
             problem = "dataset_type=arrayrecord needs the package array-record: pip install array-record"
             raise MissingDependencyError(problem) from error
         except Exception as error:
-            raise DataError(f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}") from error
+            raise DataError(
+                f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._records)
@@ -185,7 +223,9 @@ class SyntheticRows:
 
     thread_safe = True
 
-    def __init__(self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0
+    ) -> None:
         self._num_rows, self._first = num_rows, first
         self._length, self._vocab_size = sequence_length, vocab_size
 
@@ -196,7 +236,9 @@ class SyntheticRows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
         numbers = rows.astype(np.int64)[:, None] + self._first
-        tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(self._length + 1)
+        tokens = numbers * 7919 % self._vocab_size + (1 + numbers % 7) * np.arange(
+            self._length + 1
+        )
         tokens = (tokens % self._vocab_size).astype(_smallest_dtype(self._vocab_size))
         return {"tokens": tokens, "length": np.full(len(rows), self._length, np.int32)}
 
@@ -254,7 +296,11 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
         return _read_rows(source, rows)
 
 
-def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable[..., np.ndarray] = np.array) -> Any:
+def stack_rows(
+    items: Sequence[Any],
+    name: Callable[[int], str],
+    stack: Callable[..., np.ndarray] = np.array,
+) -> Any:
     """Return rows as arrays, or with `np.concatenate` batches of rows, and refuse those that differ. `name` names an item."""
     try:
         # `np.array` stacks small arrays in a third of the time of `np.stack`.
@@ -263,12 +309,21 @@ def stack_rows(items: Sequence[Any], name: Callable[[int], str], stack: Callable
         skipped = 0 if stack is np.array else 1
         fix = "all rows must have the same fields and shapes: pad or crop them"
         for place, item in enumerate(items):
-            for leaf, was, now in differing_leaves(items[0], item, lambda x: np.shape(x)[skipped:]):
-                here, there = ("absent" if shape is None else f"of shape {list(shape)}" for shape in (now, was))
+            for leaf, was, now in differing_leaves(
+                items[0], item, lambda x: np.shape(x)[skipped:]
+            ):
+                here, there = (
+                    "absent" if shape is None else f"of shape {list(shape)}"
+                    for shape in (now, was)
+                )
                 problem = f"{name(place)}: {leaf or 'the array'} is {here}, but {there} in {name(0)}"
                 raise DataError(f"{problem}; {fix}") from error
-            if (now := jax.tree.structure(item)) != (was := jax.tree.structure(items[0])):
-                raise DataError(f"{name(place)} is {now}, but {name(0)} is {was}; {fix}") from error
+            if (now := jax.tree.structure(item)) != (
+                was := jax.tree.structure(items[0])
+            ):
+                raise DataError(
+                    f"{name(place)} is {now}, but {name(0)} is {was}; {fix}"
+                ) from error
         raise
 
 
@@ -276,14 +331,21 @@ def check_repeatable(source: RowSource, rows: np.ndarray, found: Any) -> None:
     """Refuse a source whose rows differ when they are read once more. `found` is what the first reading has returned."""
     rows = rows[:_READ_TWICE]
     again = jax.tree.leaves(read_rows(source, rows))
-    for (path, first), second in zip(jax.tree.leaves_with_path(found), again, strict=True):
+    for (path, first), second in zip(
+        jax.tree.leaves_with_path(found), again, strict=True
+    ):
         for place, row in enumerate(rows):
-            if np.asarray(first[place]).tobytes() != np.asarray(second[place]).tobytes():  # a NaN is not equal to itself
+            if (
+                np.asarray(first[place]).tobytes()
+                != np.asarray(second[place]).tobytes()
+            ):  # a NaN is not equal to itself
                 where = f"batch{jax.tree_util.keystr(path)}"
                 problem = f"{source.describe(int(row))} is another one when it is read again, in {where}"
                 why = "no run could be repeated or resumed with the same rows"
                 fix = "make random numbers from the row's number, such as np.random.default_rng((seed, row)), and no state"
-                raise DataError(f"{problem}: {why}; {fix}, or train on step.stream(...), which promises no rows")
+                raise DataError(
+                    f"{problem}: {why}; {fix}, or train on step.stream(...), which promises no rows"
+                )
 
 
 def warn_of_batches(row: Any) -> None:
@@ -299,7 +361,9 @@ def warn_of_batches(row: Any) -> None:
         found = ", ".join(str(list(shape)) for shape in shapes[:4])
         problem = f"each row has arrays of shape {found}. If it is a batch of {size} rows, a step takes {size} times as many"
         fix = "train with step.stream(source, batched=True). If it is one row, such as a sequence, say so with batched=False"
-        warnings.warn(f"{problem} rows as the plan says: {fix}", DataWarning, stacklevel=3)
+        warnings.warn(
+            f"{problem} rows as the plan says: {fix}", DataWarning, stacklevel=3
+        )
 
 
 def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
@@ -312,12 +376,18 @@ def _read_rows(source: RowSource, rows: np.ndarray) -> Any:
             try:
                 source.read(np.array([row]))
             except Exception as cause:
-                raise DataError(f"{source.describe(row)} cannot be read: {cause!r:.300}") from cause
-        raise DataError(f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}") from error
+                raise DataError(
+                    f"{source.describe(row)} cannot be read: {cause!r:.300}"
+                ) from cause
+        raise DataError(
+            f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}"
+        ) from error
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(len(rows),)}:
         first = source.describe(int(rows[0]))
-        raise DataError(f"{len(rows)} rows were requested, from {first} on, but the source returned {sizes}")
+        raise DataError(
+            f"{len(rows)} rows were requested, from {first} on, but the source returned {sizes}"
+        )
     return batch
 
 
@@ -330,18 +400,26 @@ def as_source(source: Any) -> RowSource:
         names = ", ".join(map(repr, source))[:100]
         fix = "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
         problem = f"a {kind} of arrays ({names}) is not indexed by row"
-        raise DataError(f"{problem}; give its rows, as a list or with grain.MapDataset.source, or {fix}")
+        raise DataError(
+            f"{problem}; give its rows, as a list or with grain.MapDataset.source, or {fix}"
+        )
     if isinstance(source, tuple):
         shapes = [getattr(column, "shape", ()) for column in source]
         sizes = {shape[:1] for shape in shapes}
         if len(shapes) > 1 and len(sizes) == 1 and max(sizes) > (len(shapes),):
             found = ", ".join(str(list(shape)) for shape in shapes[:4])
             problem = f"a tuple of arrays of shape {found} looks like columns, and a source is indexed by row"
-            raise DataError(f"{problem}; give its rows, list(zip(*columns)); if each array is one row, give a list of them")
-    check_not_batched(source, "train with step.stream(dataset.to_iter_dataset(), batched=True)")
+            raise DataError(
+                f"{problem}; give its rows, list(zip(*columns)); if each array is one row, give a list of them"
+            )
+    check_not_batched(
+        source, "train with step.stream(dataset.to_iter_dataset(), batched=True)"
+    )
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         fix = "give a list, a Grain data source or a grain.MapDataset, or train on rows that come one after the other"
-        raise DataError(f"{a_type(source)} cannot be indexed by row; {fix} with step.stream(source)")
+        raise DataError(
+            f"{a_type(source)} cannot be indexed by row; {fix} with step.stream(source)"
+        )
     return ItemRows(source)
 
 
@@ -352,16 +430,33 @@ def check_not_batched(source: Any, other_way: str) -> None:
         node = todo.pop()
         kind = type(node)
         # A class of the user's own may make rows of batches, as flat maps do.
-        if kind.__module__.partition(".")[0] != "grain" or "flatmap" in kind.__name__.lower():
+        if (
+            kind.__module__.partition(".")[0] != "grain"
+            or "flatmap" in kind.__name__.lower()
+        ):
             continue
         if "batch" in kind.__name__.lower():
             problem = f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of its elements is several rows"
-            raise DataError(f"{problem}, but the plan decides how many rows a step has; leave out .batch(...), or {other_way}")
+            raise DataError(
+                f"{problem}, but the plan decides how many rows a step has; leave out .batch(...), or {other_way}"
+            )
         # The names of Grain 0.2. With others, nothing is found and nothing is refused.
-        for name in ("_parents", "_map_parent", "_datasets", "_data_loader", "_operations"):
+        for name in (
+            "_parents",
+            "_map_parent",
+            "_datasets",
+            "_data_loader",
+            "_operations",
+        ):
             found = getattr(node, name, ())
             todo += found if isinstance(found, (list, tuple)) else [found]
 
 
 def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:
-    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32
+    return (
+        np.uint8
+        if vocab_size <= 2**8
+        else np.uint16
+        if vocab_size <= 2**16
+        else np.int32
+    )

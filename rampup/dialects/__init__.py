@@ -20,7 +20,14 @@ from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
 
-SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")  # each is a module
+SYSTEMS = (
+    "maxtext",
+    "maxtext_rl",
+    "megatron",
+    "skyrl",
+    "verl",
+    "trlx",
+)  # each is a module
 READABLE = "files and launch scripts of MaxText, MaxText RL, Megatron-LM (and NeMo), SkyRL, veRL and trlX"
 # Keys of many systems, which are no evidence of one.
 SHARED = frozenset({
@@ -56,12 +63,17 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("DeepSpeed", r"\A\s*\{ & \"(?:train_micro_batch_size_per_gpu|zero_optimization|train_batch_size)\""),
     ("accelerate", r"^distributed_type\s*: & ^(?:num_processes|mixed_precision|compute_environment)\s*:"),
 )  # fmt: skip
-_FOREIGN = tuple((name, tuple(re.compile(part, re.MULTILINE) for part in marks.split(" & "))) for name, marks in _MARKS)
+_FOREIGN = tuple(
+    (name, tuple(re.compile(part, re.MULTILINE) for part in marks.split(" & ")))
+    for name, marks in _MARKS
+)
 _COMMENT = re.compile(r"(?m)(?:^|\s)#.*$")
 _MAX_NAME = 100
 
 
-def check_file(path: str | Path, system: str | None = None, overrides: Sequence[str] = ()) -> Verdict:
+def check_file(
+    path: str | Path, system: str | None = None, overrides: Sequence[str] = ()
+) -> Verdict:
     """Check what a file of another system does, and whether that system's own check and its run accept it.
 
     Args:
@@ -76,7 +88,9 @@ def check_file(path: str | Path, system: str | None = None, overrides: Sequence[
     return _check_source(path, system, overrides)
 
 
-def check_command(words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()) -> Verdict:
+def check_command(
+    words: Sequence[str], system: str | None = None, overrides: Sequence[str] = ()
+) -> Verdict:
     """Check what a command does that starts another system; `words` are without quotes, as a program gets them.
 
     The other arguments and the errors are those of `check_file`.
@@ -101,10 +115,17 @@ def find_system(source: Source, overrides: Sequence[str] = ()) -> str:
 
 def _refuse_foreign(source: Source) -> None:
     """Refuse a file or a command of a system that the rules do not cover, by its name."""
-    text = _COMMENT.sub("", " ".join(source) if isinstance(source, tuple) else read_text(source))
-    name = next((name for name, marks in _FOREIGN if all(mark.search(text) for mark in marks)), None)
+    text = _COMMENT.sub(
+        "", " ".join(source) if isinstance(source, tuple) else read_text(source)
+    )
+    name = next(
+        (name for name, marks in _FOREIGN if all(mark.search(text) for mark in marks)),
+        None,
+    )
     if name and not _COVERED.search(text):
-        said = f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
+        said = (
+            f"this is a file of {name}, which rampup cannot check; it reads {READABLE}"
+        )
         raise ConfigError(said, key="from", path=_path(source))
 
 
@@ -120,7 +141,9 @@ def _recognize(source: Source, overrides: Sequence[str]) -> list[tuple[str, list
         launch = load_dialect(system).launch
         with contextlib.suppress(ConfigError):
             reading = read_source(source, overrides, launch, strict=False)
-            keys = [key for key in reading.leaves if launch.known(key) and key not in SHARED]
+            keys = [
+                key for key in reading.leaves if launch.known(key) and key not in SHARED
+            ]
             if reading.recognized or len(keys) >= MIN_MATCHES:
                 found.append((reading.recognized, system, keys))
     found.sort(key=lambda row: (row[0], len(row[2])), reverse=True)
@@ -140,13 +163,22 @@ def to_rampup(verdict: Verdict) -> str:
     conversion = verdict.conversion
     if conversion is None:
         said = f"a {verdict.system} file cannot be converted: rampup's configuration is for pre-training"
-        raise ConfigError(f"{said}; write its sizes in the keys of configs/rl.yml", key="to")
+        raise ConfigError(
+            f"{said}; write its sizes in the keys of configs/rl.yml", key="to"
+        )
     if conversion.refusal is not None:
-        raise ConfigError(f"the file cannot be converted: {conversion.refusal}", key="to")
+        raise ConfigError(
+            f"the file cannot be converted: {conversion.refusal}", key="to"
+        )
     name = load_dialect(verdict.system).launch.system
-    lines = [f"# Converted from a {name} file: its batches, its ramp and its pipeline.", ""]
+    lines = [
+        f"# Converted from a {name} file: its batches, its ramp and its pipeline.",
+        "",
+    ]
     for key, value in conversion.values.items():
-        lines.append(f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}")
+        lines.append(
+            f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}"
+        )
     if conversion.left_out:
         lines += ["", "# Left out:"]
     for key, reason in conversion.left_out.items():
@@ -165,16 +197,26 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
             target.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write the file: {reason}", key="output", path=str(path)) from None
+        raise ConfigError(
+            f"cannot write the file: {reason}", key="output", path=str(path)
+        ) from None
     if is_source:
-        raise ConfigError("the output file must not be the source file", key="output", path=str(path))
+        raise ConfigError(
+            "the output file must not be the source file", key="output", path=str(path)
+        )
 
 
-def _check_source(source: Source, system: str | None, overrides: Sequence[str]) -> Verdict:
+def _check_source(
+    source: Source, system: str | None, overrides: Sequence[str]
+) -> Verdict:
     if system is None:
         system = find_system(source, overrides)
     if system not in SYSTEMS:
-        raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
+        raise ConfigError(
+            f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}",
+            key="from",
+            nearest=SYSTEMS,
+        )
     _refuse_foreign(source)
     dialect = load_dialect(system)
     try:
@@ -186,12 +228,19 @@ def _check_source(source: Source, system: str | None, overrides: Sequence[str]) 
         if name == system or len(keys) < MIN_MATCHES:
             raise
         said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}"
-        raise ConfigError(said, key="from", nearest=(name,), path=_path(source)) from error
+        raise ConfigError(
+            said, key="from", nearest=(name,), path=_path(source)
+        ) from error
 
     job = dialect.job(settings)
     violations = find_violations(dialect, job)
     if not job.usable:
-        return Verdict(system=system, violations=violations, notes=settings.notes, version=job.version)
+        return Verdict(
+            system=system,
+            violations=violations,
+            notes=settings.notes,
+            version=job.version,
+        )
     conversion, phases = job.conversion(), job.phases()
     plan = None
     # A run that rampup can express has a plan even if its own system rejects the file.

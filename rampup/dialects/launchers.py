@@ -30,21 +30,33 @@ _STARTERS = ("srun", "mpirun", "mpiexec")
 
 def read_header(text: str) -> dict[str, str]:
     """Return the variables that the `#SBATCH` lines of a script set."""
-    return read_options([word for line in _HEADER.findall(text) for word in line.partition(" #")[0].split()])
+    return read_options(
+        [
+            word
+            for line in _HEADER.findall(text)
+            for word in line.partition(" #")[0].split()
+        ]
+    )
 
 
 def read_options(words: Sequence[str]) -> dict[str, str]:
     """Return the variables that the options of `sbatch` or `srun` set for what they start."""
     found: dict[str, str] = {}
     for option, text in _pairs(words):
-        value = text.rpartition(":")[2] if option in ("--gpus", "--gpus-per-node") else text
+        value = (
+            text.rpartition(":")[2] if option in ("--gpus", "--gpus-per-node") else text
+        )
         first, dash, last = value.partition("-")
         value = first if dash and first == last else value
-        if option == "--gres" and (match := re.search(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)", text)):
+        if option == "--gres" and (
+            match := re.search(r"\bgpu(?::[a-zA-Z]\w*)?(?::(\d+))?(?=,|$)", text)
+        ):
             found["SLURM_GPUS_ON_NODE"] = match[1] or "1"
         if value.isdecimal() or has_unknown(value):
             found |= dict.fromkeys(_VARIABLES.get(option, ()), value)
-            found |= {"SLURM_GPUS_ON_NODE": value} if option == "--gpus-per-node" else {}
+            found |= (
+                {"SLURM_GPUS_ON_NODE": value} if option == "--gpus-per-node" else {}
+            )
     nodes = found.get("SLURM_NNODES", "")
     each = found.get("SLURM_NTASKS_PER_NODE", "")
     if nodes.isdecimal() and each.isdecimal() and "SLURM_NTASKS" not in found:
@@ -60,7 +72,14 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
         return ""
     rest = words[place + 1 :]
     if names[place] != "srun":
-        return next((value for option, value in _pairs(rest) if option in ("-np", "--np", "--ntasks")), "")
+        return next(
+            (
+                value
+                for option, value in _pairs(rest)
+                if option in ("-np", "--np", "--ntasks")
+            ),
+            "",
+        )
     own = read_options(rest)
     if "SLURM_NTASKS" in own:
         return own["SLURM_NTASKS"]
@@ -72,7 +91,11 @@ def count_tasks(words: Sequence[str], variable: Callable[[str], str]) -> str:
     for number in (nodes, each):
         if has_unknown(number):
             return number
-    return str(int(nodes) * int(each or 1)) if nodes.isdecimal() and (each or "1").isdecimal() else ""
+    return (
+        str(int(nodes) * int(each or 1))
+        if nodes.isdecimal() and (each or "1").isdecimal()
+        else ""
+    )
 
 
 def _pairs(words: Sequence[str]) -> Iterable[tuple[str, str]]:
@@ -100,7 +123,9 @@ class Container(NamedTuple):
     machine: Machine = Machine()
 
 
-_DEVICES = re.compile(r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count")
+_DEVICES = re.compile(
+    r"(?:nvidia|amd)\.com/gpu|google\.com/tpu|acceleratorCount|accelerator_count"
+)
 _ACCELERATOR = "cloud.google.com/gke-tpu-accelerator"
 _LINES = object()  # the key of a mapping that has the lines of its other keys
 
@@ -108,11 +133,22 @@ _LINES = object()  # the key of a mapping that has the lines of its other keys
 class _Loader(yaml.BaseLoader):
     """Reads every value as text."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: ARG002
+    def construct_mapping(
+        self,
+        node: yaml.MappingNode,
+        deep: bool = False,  # noqa: ARG002
+    ) -> dict[Any, Any]:
         # A template such as `{{ .Values.n }}` is a mapping whose key is one.
-        items = {key.value: value for key, value in node.value if isinstance(key.value, str)}
-        found = {name: self.construct_object(value, deep=True) for name, value in items.items()}
-        return found | {_LINES: {name: value.start_mark.line + 1 for name, value in items.items()}}
+        items = {
+            key.value: value for key, value in node.value if isinstance(key.value, str)
+        }
+        found = {
+            name: self.construct_object(value, deep=True)
+            for name, value in items.items()
+        }
+        return found | {
+            _LINES: {name: value.start_mark.line + 1 for name, value in items.items()}
+        }
 
 
 def find_containers(text: str) -> list[Container]:
@@ -126,37 +162,78 @@ def find_containers(text: str) -> list[Container]:
             machines = [machine for _, machine in rows if machine is not None]
             is_known = all(machine.devices for machine in machines)
             devices = sum(machine.devices for machine in machines) if is_known else 0
-            machine = Machine(devices, max((machine.slices for machine in machines), default=0) if is_known else 0)
-            found += [container._replace(machine=machine) for container, _ in rows if container is not None]
+            machine = Machine(
+                devices,
+                max((machine.slices for machine in machines), default=0)
+                if is_known
+                else 0,
+            )
+            found += [
+                container._replace(machine=machine)
+                for container, _ in rows
+                if container is not None
+            ]
     except (yaml.YAMLError, RecursionError):
         return []
     return found
 
 
-def _walk(part: Any, above: tuple[_Entries, ...], seen: set[int]) -> Iterator[tuple[Container | None, Machine | None]]:
+def _walk(
+    part: Any, above: tuple[_Entries, ...], seen: set[int]
+) -> Iterator[tuple[Container | None, Machine | None]]:
     """Yield the command and the devices of each container in a part of a manifest, below the mappings `above`."""
     if id(part) in seen:  # an alias
         return
     seen.add(id(part))
     if isinstance(part, dict):
         written = [(name, part[name]) for name in ("command", "args") if name in part]
-        words = [word for _, value in written for word in (value if isinstance(value, list) else [value])]
+        words = [
+            word
+            for _, value in written
+            for word in (value if isinstance(value, list) else [value])
+        ]
         words = [word for word in words if isinstance(word, str)]
         container = None
         if words:
-            entries = map(_entries, part["env"] if isinstance(part.get("env"), list) else ())
+            entries = map(
+                _entries, part["env"] if isinstance(part.get("env"), list) else ()
+            )
             pairs = [(entry.get("name"), entry.get("value")) for entry in entries]
-            variables = {k: v for k, v in pairs if isinstance(k, str) and k.isidentifier() and isinstance(v, str)}
-            words = [re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word) for word in words]
-            exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+            variables = {
+                k: v
+                for k, v in pairs
+                if isinstance(k, str) and k.isidentifier() and isinstance(v, str)
+            }
+            words = [
+                re.sub(
+                    r"\$\((\w+)\)",
+                    lambda match: variables.get(match[1], match[0]),
+                    word,
+                )
+                for word in words
+            ]
+            exports = "".join(
+                f"export {name}={shlex.quote(value)}\n"
+                for name, value in variables.items()
+            )
             # A single word is a line of a shell.
-            script = words[0] if len(words) == 1 and any(map(str.isspace, words[0])) else shlex.join(words)
+            script = (
+                words[0]
+                if len(words) == 1 and any(map(str.isspace, words[0]))
+                else shlex.join(words)
+            )
             container = Container(exports + script, part[_LINES][written[0][0]])
         machine = _read_machine(part, above)
         if container or machine:
             yield container, machine
         above = (*above, part)
-    for child in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+    for child in (
+        part.values()
+        if isinstance(part, dict)
+        else part
+        if isinstance(part, list)
+        else ()
+    ):
         if isinstance(child, dict | list):
             yield from _walk(child, above, seen)
 
@@ -168,8 +245,16 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
     """
     resources = _entries(entries.get("resources"))
     pool = _entries(entries.get("machineSpec") or entries.get("machine_spec"))
-    counts = [*_entries(resources.get("limits")).items(), *_entries(resources.get("requests")).items(), *pool.items()]
-    asked = [value for name, value in counts if isinstance(name, str) and _DEVICES.fullmatch(name)]
+    counts = [
+        *_entries(resources.get("limits")).items(),
+        *_entries(resources.get("requests")).items(),
+        *pool.items(),
+    ]
+    asked = [
+        value
+        for name, value in counts
+        if isinstance(name, str) and _DEVICES.fullmatch(name)
+    ]
     if not asked:
         return None
     pods = replicas = chip = 1
@@ -178,8 +263,17 @@ def _read_machine(entries: _Entries, above: Sequence[_Entries]) -> Machine | Non
             replicas *= _number(level[name]) if name in level else 1
         if "parallelism" in level:
             completions = _number(level.get("completions"))
-            pods *= min(_number(level["parallelism"]), completions or _number(level["parallelism"]))
-        chip = 2 if str(_entries(level.get("nodeSelector")).get(_ACCELERATOR)).startswith("tpu7") else chip
+            pods *= min(
+                _number(level["parallelism"]),
+                completions or _number(level["parallelism"]),
+            )
+        chip = (
+            2
+            if str(_entries(level.get("nodeSelector")).get(_ACCELERATOR)).startswith(
+                "tpu7"
+            )
+            else chip
+        )
     return Machine(_number(asked[0]) * pods * replicas * chip, replicas)
 
 
@@ -189,4 +283,8 @@ def _entries(value: Any) -> _Entries:
 
 def _number(value: Any) -> int:
     """Return a whole number; 0 for what a template leaves open."""
-    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else 0
+    return (
+        int(value)
+        if isinstance(value, str) and value.isdecimal() and len(value) < 10
+        else 0
+    )

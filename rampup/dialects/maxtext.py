@@ -19,8 +19,27 @@ from typing import Any, NamedTuple
 from rampup.config.load import BASE, COMMAND_LINE
 from rampup.config.yaml import Located
 from rampup.dialects.known import load_known_keys
-from rampup.dialects.reading import Launch, Settings, Source, entry, find_in_repository, option, read_source, type_settings
-from rampup.dialects.rules import Dialect, PretrainingJob, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
+from rampup.dialects.reading import (
+    Launch,
+    Settings,
+    Source,
+    entry,
+    find_in_repository,
+    option,
+    read_source,
+    type_settings,
+)
+from rampup.dialects.rules import (
+    Dialect,
+    PretrainingJob,
+    Rule,
+    Side,
+    around,
+    at_least,
+    broken_rules,
+    found_by_run,
+    multiple,
+)
 from rampup.dialects.script import Command
 from rampup.dialects.shell_values import show_unknown, unknown_names
 from rampup.dialects.verdict import Run, Term, counted, product, times
@@ -92,23 +111,50 @@ ALIASES = {"num_target_devices": "num_devices"}
 # Text keys that are empty in many files, which means their default.
 MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
 # The families of models whose files MaxText ships. They set no batch sizes.
-_MODELS = re.compile(r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok")
+_MODELS = re.compile(
+    r"(?i)default|llama|gemma|gpt|mistral|mixtral|qwen|deepseek|kimi|olmo|grok"
+)
 _SIMILAR = 0.85  # a key at least this similar to another one may be a misspelling of it
 
 
 # The sizes that MaxText's own configuration files set, where they differ from base.yml.
-_SIZES = ("per_device_batch_size", "steps", "max_target_length", "base_num_decoder_layers", "model_name")
+_SIZES = (
+    "per_device_batch_size",
+    "steps",
+    "max_target_length",
+    "base_num_decoder_layers",
+    "model_name",
+)
 
 
 def _sizes(*values: Any, **others: Any) -> dict[str, Any]:
-    return {name: value for name, value in zip(_SIZES, values, strict=False) if value is not None} | others
+    return {
+        name: value
+        for name, value in zip(_SIZES, values, strict=False)
+        if value is not None
+    } | others
 
 
 BASES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("base.yml", "inference/inference.yml", "inference/inference_jetstream.yml", "inference/vllm.yml")},
-    **{f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")},
-    **{f"post_train/sft-vision-{name}.yml": {} for name in ("chartqa", "coco-captions", "slidevqa")},
-    "decoupled_base_test.yml": _sizes(1, 2, learning_rate_schedule_steps=2, dcn_data_parallelism=1),
+    **{
+        name: {}
+        for name in (
+            "base.yml",
+            "inference/inference.yml",
+            "inference/inference_jetstream.yml",
+            "inference/vllm.yml",
+        )
+    },
+    **{
+        f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")
+    },
+    **{
+        f"post_train/sft-vision-{name}.yml": {}
+        for name in ("chartqa", "coco-captions", "slidevqa")
+    },
+    "decoupled_base_test.yml": _sizes(
+        1, 2, learning_rate_schedule_steps=2, dcn_data_parallelism=1
+    ),
     "gpu/gpu_smoke_test.yml": _sizes(2, 10, 1024, 8),
     "gpu/models/llama2_70b.yml": _sizes(6, 30, 4096, None, "llama2-70b"),
     "gpu/models/llama2_7b.yml": _sizes(4, 30, 4096, None, "llama2-7b"),
@@ -118,25 +164,42 @@ BASES: dict[str, dict[str, Any]] = {
     "gpu/models/mixtral_8x1b.yml": _sizes(8, 30, 4096, 5, "mixtral-8x7b"),
     "gpu/models/mixtral_8x2b.yml": _sizes(8, 30, 4096, 10, "mixtral-8x7b"),
     "gpu/models/mixtral_8x7b.yml": _sizes(None, 30, 4096, None, "mixtral-8x7b"),
-    "post_train/distillation.yml": _sizes(2, 200_000, learning_rate_schedule_steps=200_000),
-    "post_train/distillation-sft.yml": _sizes(2, 200_000, learning_rate_schedule_steps=200_000),
+    "post_train/distillation.yml": _sizes(
+        2, 200_000, learning_rate_schedule_steps=200_000
+    ),
+    "post_train/distillation-sft.yml": _sizes(
+        2, 200_000, learning_rate_schedule_steps=200_000
+    ),
     "post_train/distillation_gpt_oss_20b.yml": _sizes(
-        1, 100_000, 32_768, learning_rate_schedule_steps=100_000, ici_data_parallelism=2, ici_fsdp_parallelism=64
+        1,
+        100_000,
+        32_768,
+        learning_rate_schedule_steps=100_000,
+        ici_data_parallelism=2,
+        ici_fsdp_parallelism=64,
     ),
     **{
         f"post_train/distillation_qwen3_30b_base{suffix}.yml": _sizes(
-            size, 100_000, 8192, learning_rate_schedule_steps=100_000, ici_data_parallelism=4
+            size,
+            100_000,
+            8192,
+            learning_rate_schedule_steps=100_000,
+            ici_data_parallelism=4,
         )
         for suffix, size in (("", 6), ("_pdbs8", 8))
     },
-    "post_train/dpo.yml": _sizes(2, 10, 512, None, "qwen3-0.6b", eval_interval=5, eval_steps=2),
+    "post_train/dpo.yml": _sizes(
+        2, 10, 512, None, "qwen3-0.6b", eval_interval=5, eval_steps=2
+    ),
     # The defaults of the rules for MaxText RL are those of rl.yml.
     "post_train/rl.yml": {"eval_interval": 10, "max_target_length": 1024},
     "tpu/tpu_smoke_test.yml": _sizes(1, 10, None, 8),
 }
 LAUNCH = Launch(
     system="MaxText",
-    program=re.compile(r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="),
+    program=re.compile(
+        r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="
+    ),
     others=re.compile(
         r"(?i)train_(?:tokenizer|rl|grpo)\b|train_compile_xaot|"
         r"(?:\bmaxtext[\w./]*[./]|(?<=[\s/]))(?:decode|inference\w*|\w*generat\w*|evaluat\w*)(?:\.py)?(?=\s|$)"
@@ -154,14 +217,23 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     """Read a base.yml, a script or a command, above the files that `base_config` or the command names."""
     reading = read_source(source, overrides, launch).rename(launch.canonical)
     command = reading.command
-    given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
+    given = [
+        setting for setting in reading.overrides if setting.partition("=")[0] == BASE
+    ]
     leaves = _read_slices(command) | dict(reading.leaves)
     name = given[-1].partition("=")[2] if given else ""
     folder = Path(reading.path).parent
     seen = [os.path.realpath(reading.path)]
     place = leaves.get(BASE, Located(value="", path=reading.path))
     if command is not None and not name:
-        name = next((word for word in command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
+        name = next(
+            (
+                word
+                for word in command.words
+                if word.endswith((".yml", ".yaml")) and "=" not in word
+            ),
+            "",
+        )
         place = command.locate(name, name)
     elif not name and isinstance(place.value, str):
         name = place.value
@@ -169,18 +241,40 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     shipped = ""
     own_bases: dict[str, Located] = {}
     while name.strip():
-        file = next((file for file in (folder / name, *_copies(name, reading.path)) if os.path.isfile(file)), None)
+        file = next(
+            (
+                file
+                for file in (folder / name, *_copies(name, reading.path))
+                if os.path.isfile(file)
+            ),
+            None,
+        )
         if file is None:
             # The file of MaxText's configs that the path ends with, or else one of its name.
             parts = PurePosixPath(show_unknown(name)).parts
             ends = ["/".join(parts[first:]) for first in range(len(parts))]
-            named = (found for found in launch.bases if parts and found.endswith(f"/{parts[-1]}"))
-            if shipped := next((end for end in ends if end in launch.bases), None) or next(named, ""):
+            named = (
+                found
+                for found in launch.bases
+                if parts and found.endswith(f"/{parts[-1]}")
+            )
+            if shipped := next(
+                (end for end in ends if end in launch.bases), None
+            ) or next(named, ""):
                 break
             said = f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add"
-            raise ConfigError(f"{said} {BASE}=base.yml for MaxText's defaults", key=BASE, path=place.path, line=place.line)
+            raise ConfigError(
+                f"{said} {BASE}=base.yml for MaxText's defaults",
+                key=BASE,
+                path=place.path,
+                line=place.line,
+            )
         if os.path.realpath(file) in seen:
-            raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
+            raise ConfigError(
+                f"{BASE} is a circular reference at {file.name}",
+                key=BASE,
+                path=str(file),
+            )
         seen.append(os.path.realpath(file))
         below = read_source(file, (), launch).rename(launch.canonical)
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
@@ -191,14 +285,34 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
 
     answered = {setting.partition("=")[0] for setting in reading.overrides}
     answered |= {BASE, *launch.entries, *own_bases}
-    looked_up = {key: value for key, value in reading.leaves.items() if key not in answered}
+    looked_up = {
+        key: value for key, value in reading.leaves.items() if key not in answered
+    }
     # The model's own file counts above base.yml and below a command's settings.
-    chosen = [setting.partition("=")[2] for setting in reading.overrides if setting.startswith("model_name=")]
-    model = chosen[-1] if chosen else str(leaves["model_name"].value) if "model_name" in leaves else "default"
-    models = [] if unknown_names(model) else find_in_repository(reading.path, f"configs/models/{model}.yml")
+    chosen = [
+        setting.partition("=")[2]
+        for setting in reading.overrides
+        if setting.startswith("model_name=")
+    ]
+    model = (
+        chosen[-1]
+        if chosen
+        else str(leaves["model_name"].value)
+        if "model_name" in leaves
+        else "default"
+    )
+    models = (
+        []
+        if unknown_names(model)
+        else find_in_repository(reading.path, f"configs/models/{model}.yml")
+    )
     model_note = ""
     if models:
-        own = read_source(models[0], (), launch, strict=False).rename(launch.canonical).leaves
+        own = (
+            read_source(models[0], (), launch, strict=False)
+            .rename(launch.canonical)
+            .leaves
+        )
         leaves = {**leaves, **own} if command is None else {**own, **leaves}
         model_note = f"model_name={model}: {models[0]} is read above base.yml."
     elif model and not unknown_names(model) and not _MODELS.match(model):
@@ -206,26 +320,45 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     reading = dataclasses.replace(
         reading,
         notes=(*reading.notes, *filter(None, [model_note])),
-        leaves={name: value for name, value in leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))},
+        leaves={
+            name: value
+            for name, value in leaves.items()
+            if not (name in MAY_BE_EMPTY and value.value in ("", None))
+        },
         overrides=[setting for setting in reading.overrides if setting not in given],
         recognized=reading.recognized or bool(shipped),
     )
-    defaults = {name: value for name, value in launch.bases.get(shipped, {}).items() if name in launch.entries}
+    defaults = {
+        name: value
+        for name, value in launch.bases.get(shipped, {}).items()
+        if name in launch.entries
+    }
     settings = type_settings(reading, launch, defaults)
     notes = [*settings.notes]
     if len(seen) > 1 and command is not None:
         notes.append(f"{', '.join(seen[1:])}: its base file, which is read.")
     if shipped not in ("", "base.yml"):
-        notes.append(f"what the source does not set is from MaxText's own {shipped} of {launch.version}.")
+        notes.append(
+            f"what the source does not set is from MaxText's own {shipped} of {launch.version}."
+        )
     return dataclasses.replace(settings, looked_up=looked_up, notes=tuple(notes))
 
 
 def _copies(name: str, path: str) -> list[Path]:
     """Return where a base file of a command may be in its repository, as far as its path is that of this machine."""
-    parts = PurePosixPath(show_unknown(name).rpartition("$")[2].partition("/")[2] if unknown_names(name) else name).parts
+    parts = PurePosixPath(
+        show_unknown(name).rpartition("$")[2].partition("/")[2]
+        if unknown_names(name)
+        else name
+    ).parts
     parts = tuple(part for part in parts if part != "/")
     ends = range(max(len(parts) - 1, 1)) if path != COMMAND_LINE else ()
-    return [file for first in ends for file in find_in_repository(path, "/".join(parts[first:])) if ".." not in parts]
+    return [
+        file
+        for first in ends
+        for file in find_in_repository(path, "/".join(parts[first:]))
+        if ".." not in parts
+    ]
 
 
 def known_keys(system: str, key: str) -> Rule[Any]:
@@ -240,7 +373,9 @@ def known_keys(system: str, key: str) -> Rule[Any]:
         for name in unknown(job)[:4]:
             line = job.settings.looked_up[name].line
             close = difflib.get_close_matches(name, known.lives, n=1, cutoff=_SIMILAR)
-            details = [f"line {line}"] * bool(line) + [f"the closest key is {other}" for other in close]
+            details = [f"line {line}"] * bool(line) + [
+                f"the closest key is {other}" for other in close
+            ]
             shown.append(f"{name} ({'; '.join(details)})" if details else name)
         return (
             f"{', '.join(shown)} must be left out: MaxText refuses what is not in its configuration (that of November 2025 "
@@ -249,12 +384,22 @@ def known_keys(system: str, key: str) -> Rule[Any]:
         )
 
     rule_name = f"{system}.known_keys"
-    return Rule(name=rule_name, keys=(key,), holds=lambda job: not unknown(job), message=message, candidates=lambda _: None)
+    return Rule(
+        name=rule_name,
+        keys=(key,),
+        holds=lambda job: not unknown(job),
+        message=message,
+        candidates=lambda _: None,
+    )
 
 
 def old_keys(job: Any) -> Iterator[str]:
     """Yield a note about keys that only older versions of MaxText have."""
-    if old := [name for name in job.settings.looked_up if load_known_keys("maxtext").life(name) == (1, 1)]:
+    if old := [
+        name
+        for name in job.settings.looked_up
+        if load_known_keys("maxtext").life(name) == (1, 1)
+    ]:
         yield f"{', '.join(old[:4])}: only MaxText before August 2026 has these keys; a newer one refuses them."
 
 
@@ -264,9 +409,16 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
         return {}
     if command.machine.devices:
         found = {"num_devices": command.locate(command.machine.devices)}
-        return found | ({"num_slices": command.locate(command.machine.slices)} if command.machine.slices > 1 else {})
+        return found | (
+            {"num_slices": command.locate(command.machine.slices)}
+            if command.machine.slices > 1
+            else {}
+        )
     outer = command._replace(words=command.outer)
-    machine = option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type") or ""
+    machine = (
+        option(outer, "--tpu-type", "--tpu_type", "--device-type", "--device_type")
+        or ""
+    )
     slices = option(outer, "--num-slices", "--num_slices") or "1"
     nodes = option(outer, "--num-nodes", "--num_nodes") or "1"
     if not (slices.isdecimal() and nodes.isdecimal()):
@@ -275,9 +427,14 @@ def _read_slices(command: Command | None) -> dict[str, Located]:
         devices = math.prod(map(int, match[2].split("x")))
         if match[2].isdecimal():  # v4 and v5p count two cores in a device
             devices //= 2 if match[1] in ("v4", "v5p") else 1
-        elif match[1] == "tpu7x":  # a topology counts chips, and each core of a TPU7x is a device
+        elif (
+            match[1] == "tpu7x"
+        ):  # a topology counts chips, and each core of a TPU7x is a device
             devices *= 2
-        return {"num_devices": outer.locate(devices * int(slices)), "num_slices": outer.locate(int(slices))}
+        return {
+            "num_devices": outer.locate(devices * int(slices)),
+            "num_slices": outer.locate(int(slices)),
+        }
     match = re.fullmatch(r"(?:[abhlg]|gb)\d+\w*-.*?(\d+)", machine)
     return {"num_devices": outer.locate(int(match[1]) * int(nodes))} if match else {}
 
@@ -290,12 +447,22 @@ class BatchSizes(NamedTuple):
     micro: int  # rows of one forward pass over all devices
 
 
-def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int) -> BatchSizes:
+def batch_sizes(
+    per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int
+) -> BatchSizes:
     """Return the sizes of one batch. Source: MaxText `configs/types.py`, calculate_global_batch_sizes."""
     factor = float(expansion) if expansion > 0 else 1
-    micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
+    micro_to_load = (
+        num_devices * factor
+        if per_device < 1
+        else int(num_devices * float(per_device) * factor)
+    )
     micro = int(num_devices * float(per_device))
-    return BatchSizes(to_load=int(micro_to_load * accumulation), to_train=micro * accumulation, micro=micro)
+    return BatchSizes(
+        to_load=int(micro_to_load * accumulation),
+        to_train=micro * accumulation,
+        micro=micro,
+    )
 
 
 class MaxTextJob(PretrainingJob):
@@ -303,7 +470,12 @@ class MaxTextJob(PretrainingJob):
 
     version = "MaxText of August 2026 (e591f30)"
     expressed = (
-        *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axes in AXIS_GROUPS.values() for axis in axes),
+        *(
+            f"{group}_{axis}_parallelism"
+            for group in ("ici", "dcn")
+            for axes in AXIS_GROUPS.values()
+            for axis in axes
+        ),
         *("learning_rate_schedule_steps", LAYERS),
     )
 
@@ -322,51 +494,110 @@ class MaxTextJob(PretrainingJob):
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
             if AUTO in ici or min(ici) < 1:
                 said = "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N"
-                raise ConfigError(f"{said}, for example num_devices=8", key="num_devices")
+                raise ConfigError(
+                    f"{said}, for example num_devices=8", key="num_devices"
+                )
             given = self.num_slices > 0 and AUTO in dcn
-            slices = self.num_slices if given else math.prod(size for size in dcn if size != AUTO)
+            slices = (
+                self.num_slices
+                if given
+                else math.prod(size for size in dcn if size != AUTO)
+            )
             self.num_devices = max(math.prod(ici) * slices, 1)
             self.assumes_one_slice = AUTO in dcn and not given
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
-            self.axes = MeshAxes.resolve(self.num_devices, num_slices=self.num_slices, **self.combined_axes)
+            self.axes = MeshAxes.resolve(
+                self.num_devices, num_slices=self.num_slices, **self.combined_axes
+            )
         except RampupError as error:
             self.mesh_problem = str(error)
         # A loaded batch is sharded over the data, stage, fsdp and expert axes.
-        self.loading_shards = self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
+        self.loading_shards = (
+            self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
+        )
         # The pipeline. With one stage every pipeline key is ignored.
         self.stages = self.axes.pipeline
         self.is_piped = self.stages > 1
         self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
-        self.microbatches: int = self.least_microbatches if self[MICROBATCHES] == AUTO else self[MICROBATCHES]
-        dense = self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
-        self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
+        self.microbatches: int = (
+            self.least_microbatches
+            if self[MICROBATCHES] == AUTO
+            else self[MICROBATCHES]
+        )
+        dense = (
+            self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
+        )
+        self.layers: int = (
+            self["base_num_decoder_layers"] - dense
+            if self[LAYERS] == AUTO
+            else self[LAYERS]
+        )
         # Layers of one round through the pipeline, or of all repeats if their number is given.
-        self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
+        self.layer_product: int = (
+            self.stages
+            * (1 if self[REPEATS] == AUTO else self[REPEATS])
+            * self[STAGE_LAYERS]
+        )
         automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
         self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
         # The step between sizes per device that divide over the mesh and into microbatches.
-        microbatches = self.microbatches if self.is_piped and self.microbatches > 0 else 1
-        self.unit = Fraction(math.lcm(self.loading_shards, microbatches), self.num_devices)
-        self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
+        microbatches = (
+            self.microbatches if self.is_piped and self.microbatches > 0 else 1
+        )
+        self.unit = Fraction(
+            math.lcm(self.loading_shards, microbatches), self.num_devices
+        )
+        self.sizes = batch_sizes(
+            self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION]
+        )
         # Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once.
         partial = self[EXPANSION] > 0 and self[END] >= 1
-        self.dropped_per_step = 0 if partial else max(self.sizes.to_load - self.sizes.to_train, 0)
-        self.eval_sizes = batch_sizes(self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1)
-        self.total_steps: int = self["learning_rate_schedule_steps"] if self["steps"] == AUTO else self["steps"]
+        self.dropped_per_step = (
+            0 if partial else max(self.sizes.to_load - self.sizes.to_train, 0)
+        )
+        self.eval_sizes = batch_sizes(
+            self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1
+        )
+        self.total_steps: int = (
+            self["learning_rate_schedule_steps"]
+            if self["steps"] == AUTO
+            else self["steps"]
+        )
         self.ramps: bool = self[RAMP]
-        self.reasons = {} if self.ramps else dict.fromkeys(sorted((START, INCREMENT, SAMPLES)), "the ramp is off")
+        self.reasons = (
+            {}
+            if self.ramps
+            else dict.fromkeys(sorted((START, INCREMENT, SAMPLES)), "the ramp is off")
+        )
         self.grows: bool = self[END] > self[START]
         # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
         increment = float(self[INCREMENT])
-        self.increment_divides = increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
+        self.increment_divides = (
+            increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
+        )
         # Whether MaxText builds the ramp, its number of increments, and the keys that decide whether all of its sizes divide:
         # start and end, and the increment if a size is between.
-        self.builds_ramp: bool = self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0
-        self.num_increments = int((float(self[END]) - float(self[START])) // increment) if self.builds_ramp else 0
-        has_steps = self.global_size(START) + self.global_size(INCREMENT) < self.global_size(END)
-        self.divided_keys = (START, END, *([INCREMENT] if has_steps else [])) if self.builds_ramp else ()
+        self.builds_ramp: bool = (
+            self.ramps
+            and self.grows
+            and self.increment_divides
+            and min(self[START], self[INCREMENT]) > 0
+        )
+        self.num_increments = (
+            int((float(self[END]) - float(self[START])) // increment)
+            if self.builds_ramp
+            else 0
+        )
+        has_steps = self.global_size(START) + self.global_size(
+            INCREMENT
+        ) < self.global_size(END)
+        self.divided_keys = (
+            (START, END, *([INCREMENT] if has_steps else []))
+            if self.builds_ramp
+            else ()
+        )
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText does."""
@@ -379,14 +610,22 @@ class MaxTextJob(PretrainingJob):
         Batches are without the accumulation factor, and each phase counts from zero (`utils/rampup_batch.py`). Empty without a
         ramp, or with one of too many phases.
         """
-        start, increment, end = (self.global_size(key) for key in (START, INCREMENT, END))
-        ends = start >= max(end, 1) if min(start, increment) < 1 else (end - start) // increment < MAX_PHASES
+        start, increment, end = (
+            self.global_size(key) for key in (START, INCREMENT, END)
+        )
+        ends = (
+            start >= max(end, 1)
+            if min(start, increment) < 1
+            else (end - start) // increment < MAX_PHASES
+        )
         if not self.builds_ramp or not ends:
             return []
         rows = []
         step = consumed = 0
         sizes = range(start, end, max(increment, 1))
-        for num_steps, size in segments_counted_per_phase(sizes, self[SAMPLES], self.num_increments):
+        for num_steps, size in segments_counted_per_phase(
+            sizes, self[SAMPLES], self.num_increments
+        ):
             rows.append((step, size, consumed))
             step, consumed = step + num_steps, consumed + num_steps * size
         return [*rows, (step, end, consumed)]
@@ -411,7 +650,9 @@ class MaxTextJob(PretrainingJob):
         """Return the numbers of an optimizer step in one line."""
         sizes, replicas = self.sizes, self.axes.data_parallel_size
         share = to_yaml_number(Fraction(sizes.micro, replicas))
-        shape = times(counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share)
+        shape = times(
+            counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share
+        )
         text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
         if sizes.to_load != sizes.to_train:
             text += f"; {counted(sizes.to_load, 'row')} loaded"
@@ -437,7 +678,9 @@ class MaxTextJob(PretrainingJob):
         if self.is_piped and self.microbatches > 0:
             # Forwarding one tick later is a pipeline with twice the distance between its stages.
             distance = (2 if self[DELAY] else 1) * (self.stages - 1) + 1
-            bubble = bubble_fraction(distance, max(self.microbatches, self.stages), max(self.repeats, 1))
+            bubble = bubble_fraction(
+                distance, max(self.microbatches, self.stages), max(self.repeats, 1)
+            )
             derived |= {
                 "num_repeats": self.repeats,
                 "num_pipeline_microbatches": self.microbatches,
@@ -446,16 +689,24 @@ class MaxTextJob(PretrainingJob):
             }
         if self.builds_ramp:
             derived["num_increments"] = self.num_increments
-            derived["samples_per_increment"] = plain_number(Fraction(self[SAMPLES], self.num_increments))
+            derived["samples_per_increment"] = plain_number(
+                Fraction(self[SAMPLES], self.num_increments)
+            )
         if self.ramp_phases:
             derived["manager_phases"] = [list(phase) for phase in self.ramp_phases]
-            derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = self.ramp_phases[-1]
+            derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = (
+                self.ramp_phases[-1]
+            )
             derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the phases of the ramp, which count accumulation in every batch."""
-        return self.planned.phase_rows() if isinstance(self.planned, RampPlan) and self.ramps else None
+        return (
+            self.planned.phase_rows()
+            if isinstance(self.planned, RampPlan) and self.ramps
+            else None
+        )
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""
@@ -463,14 +714,18 @@ class MaxTextJob(PretrainingJob):
             "num_devices": self.num_devices,
             "num_slices": self.num_slices,
             **{
-                f"{group}_{axis}_parallelism": size for group, axes in self.combined_axes.items() for axis, size in axes.items()
+                f"{group}_{axis}_parallelism": size
+                for group, axes in self.combined_axes.items()
+                for axis, size in axes.items()
             },
             **{key: self[key] for key in (END, EVAL, ACCUMULATION)},
             EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
             "rampup_microbatch": "per_phase",
             RAMP: self.ramps,
             "steps": self.total_steps,
-            "eval_interval": self["eval_interval"] if self["eval_interval"] > 0 else AUTO,
+            "eval_interval": self["eval_interval"]
+            if self["eval_interval"] > 0
+            else AUTO,
             "max_target_length": self["max_target_length"],
             "learning_rate_clock": "steps",
         }
@@ -479,12 +734,22 @@ class MaxTextJob(PretrainingJob):
         if self["eval_steps"] > 0:
             values["eval_steps"] = self["eval_steps"]
         if self["steps"] != AUTO and self["learning_rate_schedule_steps"] > 0:
-            values["learning_rate_schedule_steps"] = self["learning_rate_schedule_steps"]
+            values["learning_rate_schedule_steps"] = self[
+                "learning_rate_schedule_steps"
+            ]
         if self.ramps:
             # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
-            values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
+            values |= {
+                START: self[START],
+                INCREMENT: self[INCREMENT],
+                SAMPLES: max(self[SAMPLES], 1),
+            }
         if self.is_piped:
-            values |= {MICROBATCHES: self.microbatches, STAGE_LAYERS: self[STAGE_LAYERS], REPEATS: self.repeats}
+            values |= {
+                MICROBATCHES: self.microbatches,
+                STAGE_LAYERS: self[STAGE_LAYERS],
+                REPEATS: self.repeats,
+            }
             values |= {"base_num_decoder_layers": self.layers, DELAY: self[DELAY]}
         return values
 
@@ -507,18 +772,41 @@ def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     forward = f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}"
     yield END, f"{forward}; {sizes.micro * job['max_target_length']:,} tokens"
     passes = counted(job[ACCUMULATION], "pass")
-    yield ACCUMULATION, f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step"
+    yield (
+        ACCUMULATION,
+        f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step",
+    )
     yield EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step"
     evaluates = job["eval_interval"] > 0
-    yield EVAL, f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch" if evaluates else "no evaluation"
-    yield "", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)"
+    yield (
+        EVAL,
+        f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch"
+        if evaluates
+        else "no evaluation",
+    )
+    yield (
+        "",
+        f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)",
+    )
     if job.ramps:
-        yield START, f"{counted(job.global_size(START), 'sample')} in the first phase, without accumulation"
-        yield INCREMENT, f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase, without accumulation"
-        yield SAMPLES, "samples requested for the whole ramp, shared equally by its phases"
+        yield (
+            START,
+            f"{counted(job.global_size(START), 'sample')} in the first phase, without accumulation",
+        )
+        yield (
+            INCREMENT,
+            f"{counted(job.global_size(INCREMENT), 'sample')} more in each phase, without accumulation",
+        )
+        yield (
+            SAMPLES,
+            "samples requested for the whole ramp, shared equally by its phases",
+        )
     if job.is_piped and job.microbatches > 0:
         microbatches = f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')}"
-        yield MICROBATCHES, f"{microbatches} through {job.stages:,} stages, {counted(job.repeats, 'repeat')}"
+        yield (
+            MICROBATCHES,
+            f"{microbatches} through {job.stages:,} stages, {counted(job.repeats, 'repeat')}",
+        )
 
 
 def _notes(job: MaxTextJob) -> Iterator[str]:
@@ -555,7 +843,9 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
         *ramp, (steps, _, trained) = job.ramp_phases
         samples = job[SAMPLES]
         if passes > 1:
-            shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES)
+            shown = [f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + [
+                "..."
+            ] * (len(ramp) > MAX_LISTED_PHASES)
             batches = f"in the ramp its batches are {', '.join(shown)} ({trained:,} samples in {steps:,} steps)"
             jump = f"jumps from {ramp[-1][1]:,} to {sizes.to_train:,}; the phases here include the factor in every batch"
             yield f"MaxText's ramp ignores {ACCUMULATION}={passes}: {batches}, then the batch {jump}"
@@ -574,20 +864,30 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
         number = f"each of the {len(job.ramp_phases):,} batch sizes"
         yield f"{number} is compiled at its first step; only the final one is lowered at the start"
     if not job.is_piped:
-        if ignored := [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]:
+        if ignored := [
+            key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO
+        ]:
             yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
-    elif job.microbatches > 0 and sizes.micro % (job.microbatches * job.axes.data_parallel_size):
+    elif job.microbatches > 0 and sizes.micro % (
+        job.microbatches * job.axes.data_parallel_size
+    ):
         uneven = f"does not divide over data * fsdp = {job.axes.data_parallel_size}"
         size = sizes.micro // job.microbatches
         yield f"a pipeline microbatch of {size} samples {uneven}: MaxText does not check it, and devices share or pad samples"
-    if job.is_piped and job["model_name"] != "default" and LAYERS not in job.settings.given:
+    if (
+        job.is_piped
+        and job["model_name"] != "default"
+        and LAYERS not in job.settings.given
+    ):
         used = f"{job.layers} from base_num_decoder_layers was used here, so give base_num_decoder_layers=N"
         yield f"model_name={job['model_name']} has its own number of layers; {used} if the model has another"
     if job.is_piped and passes > 1:
         once = "the same microbatches in one pass would wait once"
         yield f"each of the {passes} accumulation passes waits for the pipeline to fill; {once}"
     if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
-        refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
+        refusals = "; ".join(
+            str(problem) for problem in job.planned.problems or (job.planned,)
+        )
         yield f"rampup itself would refuse this file: {refusals}"
 
 
@@ -599,19 +899,30 @@ def _sizes_near(key: str, job: MaxTextJob) -> Iterable[Any]:
     """Return the candidates of a size per device, which is a fraction."""
     value = max(Fraction(job[key]), Fraction(0))
     increment = abs(Fraction(job[INCREMENT]))
-    steps = {job.unit, Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+    steps = {
+        job.unit,
+        Fraction(1, job.num_devices),
+        *([increment] if job.ramps else []),
+    }
     origin = job[START] if job.ramps and key == END else 0
-    found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
+    found = {n for step in steps for n in around(value, step)[:256]} | {
+        *around(value, increment, origin=origin)[:64]
+    }
     return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
 
 def _increments_near(job: MaxTextJob) -> Iterable[Any]:
     span = Fraction(job[END]) - Fraction(job[START])
     value = Fraction(job[INCREMENT])
-    return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
+    return sorted(
+        (span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value)
+    )
 
 
-_MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
+_MICROBATCHES: Side[MaxTextJob] = (
+    f"{MICROBATCHES}={{:,}}",
+    lambda job: job.microbatches,
+)
 
 
 def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
@@ -631,11 +942,18 @@ def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
 def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
     """Return whether the batch of evaluation fits, and the rule: that it is the shape of training, or divides over devices."""
     micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
-    fits = micro >= 1 and (job[key] < 1 or micro % job.loading_shards == 0) and (not job.is_piped or micro == job.sizes.micro)
+    fits = (
+        micro >= 1
+        and (job[key] < 1 or micro % job.loading_shards == 0)
+        and (not job.is_piped or micro == job.sizes.micro)
+    )
     rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
     if job.is_piped:
         rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
-    return fits, f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it"
+    return (
+        fits,
+        f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it",
+    )
 
 
 RULES: list[Rule[MaxTextJob]] = [
@@ -722,4 +1040,11 @@ RULES: list[Rule[MaxTextJob]] = [
                 f"(learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"),
     ]),
 ]  # fmt: skip
-DIALECT = Dialect(job=MaxTextJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)
+DIALECT = Dialect(
+    job=MaxTextJob,
+    rules=RULES,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read_chain,
+    launch=LAUNCH,
+)

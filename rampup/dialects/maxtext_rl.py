@@ -28,10 +28,14 @@ LOSSES = {
 }
 OLD = "micro_batch_size"
 TRAIN, ROLLOUT = (f"{work}_{OLD}" for work in ("train", "rollout"))
-ROLLOUT_AXES = tuple(f"rollout_{axis}_parallelism" for axis in ("tensor", "data", "expert"))
+ROLLOUT_AXES = tuple(
+    f"rollout_{axis}_parallelism" for axis in ("tensor", "data", "expert")
+)
 SLICES = ("num_trainer_slices", "num_samplers_slices")
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
-AXES = tuple(f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes)
+AXES = tuple(
+    f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes
+)
 FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
 AUTO = -1
 
@@ -63,14 +67,18 @@ KEYS = {
     "num_prompts": entry(None, "prompts of the data set after its filter; given as num_prompts=N", minimum=0, unit="prompts"),
 }  # fmt: skip
 ALIASES = {
-    **{f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS},
+    **{
+        f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS
+    },
     **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
     "dataset_prompts": "num_prompts",
     "num_epochs": "num_epoch",  # until November 2025
 }
 LAUNCH = Launch(
     system="MaxText RL",
-    program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
+    program=re.compile(
+        r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"
+    ),
     example="python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml key=value",
     entries=KEYS,
     canonical=lambda name: ALIASES.get(name, name),
@@ -87,46 +95,71 @@ class MaxTextRlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.batch = self.prompts = self[BATCH]  # prompts per training step and optimizer step
+        self.batch = self.prompts = self[
+            BATCH
+        ]  # prompts per training step and optimizer step
         self.samples_per_prompt: int = self[GENERATIONS]
         self.iterations: int = self[ITERATIONS]  # optimizer steps per batch
         # Prompts per backward pass and per generate call.
         self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
-        self.rollout_micro: int = self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
+        self.rollout_micro: int = (
+            self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
+        )
         if self["rl.use_agentic_rollout"]:
             self.rollout_micro = 1
         # Prompts of one epoch, training steps of the run, and prompts that never fill a batch.
         known = self["num_prompts"]
         fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
         self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
-        self.epoch_prompts: int = self.wanted_prompts if known is None else min(self.wanted_prompts, known)
-        self.full_batches, self.lost_prompts = divmod(self.epoch_prompts * self["num_epoch"], max(self.batch, 1))
+        self.epoch_prompts: int = (
+            self.wanted_prompts if known is None else min(self.wanted_prompts, known)
+        )
+        self.full_batches, self.lost_prompts = divmod(
+            self.epoch_prompts * self["num_epoch"], max(self.batch, 1)
+        )
         self.total_steps = self.full_batches * self.iterations
         # Optimizer steps that the learning-rate schedule is made for.
-        self.scheduled_steps = int(self["num_batches"] * self.iterations * fraction * self["num_epoch"])
+        self.scheduled_steps = int(
+            self["num_batches"] * self.iterations * fraction * self["num_epoch"]
+        )
         self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
-        self.axes_valid = all(n == AUTO or n > 0 for n in self.rollout_axes) and self.rollout_axes.count(AUTO) <= 1
+        self.axes_valid = (
+            all(n == AUTO or n > 0 for n in self.rollout_axes)
+            and self.rollout_axes.count(AUTO) <= 1
+        )
         slices = [self[key] for key in SLICES]
-        self.multislice = min(slices) > 0  # training and generation have slices of their own
+        self.multislice = (
+            min(slices) > 0
+        )  # training and generation have slices of their own
         self.slices_agree = self.multislice or slices == [AUTO, AUTO]
         self.fractions_valid = all(0 < self[key] <= 1 for key in FRACTIONS)
         # Devices that train and that generate; None if the number of devices is unknown or the split is invalid.
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
-        if (devices := self["num_devices"]) is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
+        if (devices := self["num_devices"]) is not None and (
+            self.multislice or (self.slices_agree and self.fractions_valid)
+        ):
             self.trainer_devices = self.sampler_devices = devices
             if self.multislice:
-                self.trainer_devices, self.sampler_devices = (devices * n // sum(slices) for n in slices)
+                self.trainer_devices, self.sampler_devices = (
+                    devices * n // sum(slices) for n in slices
+                )
             elif devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
                 # A single slice is divided only between at least two hosts, under Pathways.
-                self.trainer_devices, self.sampler_devices = (int(devices * self[key]) for key in FRACTIONS)
-        self.usable = not any(rule.is_broken(self) for rule in RULES if rule.found_by == "validator")
+                self.trainer_devices, self.sampler_devices = (
+                    int(devices * self[key]) for key in FRACTIONS
+                )
+        self.usable = not any(
+            rule.is_broken(self) for rule in RULES if rule.found_by == "validator"
+        )
         if not self.usable:
             return
         self.train("policy", self.batch, 1, micro=None, epochs=self.iterations)
         self.passes = self.batch // self.train_micro
         # Prompts of an evaluation, in full batches.
-        size: int = self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
+        size: int = (
+            self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
+        )
         rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
         self.eval_prompts = max(rows // size, 0) * size
         # Devices along the fsdp axis of training; None if the file and `num_devices` leave it open.
@@ -134,7 +167,9 @@ class MaxTextRlJob(RolloutJob):
         if not self.multislice and self[FSDP] != AUTO:
             self.fsdp = self[FSDP]
         elif self.trainer_devices is not None:
-            others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
+            others = math.prod(
+                self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO
+            )
             if self.multislice:
                 others = self[SLICES[0]] * max(self[TENSOR], 1)
             self.fsdp = max(self.trainer_devices // others, 1)
@@ -165,7 +200,10 @@ class MaxTextRlJob(RolloutJob):
             "eval_prompts": self.eval_prompts,
         }
         if self["num_devices"] is not None:
-            derived |= {"trainer_devices": self.trainer_devices, "sampler_devices": self.sampler_devices}
+            derived |= {
+                "trainer_devices": self.trainer_devices,
+                "sampler_devices": self.sampler_devices,
+            }
         return derived
 
 
@@ -173,21 +211,32 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     generations = job.samples_per_prompt
 
     def prompts(number: int) -> str:
-        return f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
+        return (
+            f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
+        )
 
     calls = counted(job.batch // job.rollout_micro, "call")
     data = f"{counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g}"
     yield BATCH, f"{prompts(job.batch)} per training step and optimizer step"
     yield GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"
-    yield TRAIN, f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per optimizer step"
+    yield (
+        TRAIN,
+        f"{prompts(job.train_micro)} per backward pass; {job.passes_text} per optimizer step",
+    )
     yield ROLLOUT, f"{prompts(job.rollout_micro)} per generate call; {calls} per step"
     yield LOSS, LOSSES[job[LOSS]]
-    yield ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"
+    yield (
+        ITERATIONS,
+        f"{counted(job.iterations, 'optimizer step')} on the samples of one batch",
+    )
     steps = counted(job.full_batches, "training step")
     yield "num_batches", f"{steps} over {counted(job.epoch_prompts, 'prompt')} ({data})"
     yield "eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"
     syncs = counted(job.full_batches, "weight sync")
-    yield "", f"{counted(job.total_steps, 'optimizer step')} and {syncs} in the whole run"
+    yield (
+        "",
+        f"{counted(job.total_steps, 'optimizer step')} and {syncs} in the whole run",
+    )
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
@@ -206,7 +255,13 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
         yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
         if LOSS in job.settings.given:
             yield f"{LOSS} does not reach the agentic learner, which has its own default"
-    micro = product({"train micro batch": job.train_micro, "num_generations": job.samples_per_prompt}, "sequences")
+    micro = product(
+        {
+            "train micro batch": job.train_micro,
+            "num_generations": job.samples_per_prompt,
+        },
+        "sequences",
+    )
     if (fsdp := job.fsdp) is None:
         yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {micro.number:,} sequences divide over it"
     elif micro.number % fsdp:
@@ -228,12 +283,17 @@ def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
 
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
     """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
-    given: dict[str, int] = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
+    given: dict[str, int] = {
+        axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO
+    }
     size = math.prod(given.values())
     devices = job.sampler_devices or 0
     is_free = AUTO in job.rollout_axes
     text = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must {'divide' if is_free else 'equal'}"
-    return devices % size == 0 if is_free else devices == size, f"{text} the {devices} devices that generate"
+    return (
+        devices % size == 0 if is_free else devices == size,
+        f"{text} the {devices} devices that generate",
+    )
 
 
 RULES: list[Rule[MaxTextRlJob]] = [
@@ -277,4 +337,11 @@ RULES: list[Rule[MaxTextRlJob]] = [
         message=lambda job: f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and "
             f"{job.sampler_devices} to generate; each needs at least 1", candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)
+DIALECT = Dialect(
+    job=MaxTextRlJob,
+    rules=RULES,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read_chain,
+    launch=LAUNCH,
+)

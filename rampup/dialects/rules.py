@@ -72,8 +72,12 @@ class Job:
 class PretrainingJob(Job):
     """The numbers of a file whose run rampup's configuration may express."""
 
-    expressed: Collection[str] = ()  # the keys that `rampup_values` expresses, beside those of the same name
-    reasons: Mapping[str, str] = MappingProxyType({})  # why keys are left out, if not for want of a counterpart
+    expressed: Collection[
+        str
+    ] = ()  # the keys that `rampup_values` expresses, beside those of the same name
+    reasons: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # why keys are left out, if not for want of a counterpart
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys, or raise a RampupError if they cannot express it."""
@@ -96,9 +100,18 @@ class PretrainingJob(Job):
         if isinstance(self.planned, RampupError):
             return Conversion(refusal=str(self.planned))
         values = self.rampup_values()
-        left_out = {key: why for key, why in self.reasons.items() if key in self.settings.given}
-        for key in sorted((self.settings.given - {*values, *self.expressed, *left_out}) | self.settings.others.keys()):
-            left_out[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
+        left_out = {
+            key: why for key, why in self.reasons.items() if key in self.settings.given
+        }
+        for key in sorted(
+            (self.settings.given - {*values, *self.expressed, *left_out})
+            | self.settings.others.keys()
+        ):
+            left_out[key] = (
+                "not converted; rampup has a key of this name"
+                if key in KEYS
+                else "no counterpart"
+            )
         return Conversion(values=values, left_out=left_out)
 
 
@@ -112,9 +125,13 @@ class Rule(Generic[J]):
     """One rule of another system."""
 
     name: str  # its id, such as `maxtext.ramp_grows`
-    keys: tuple[str, ...]  # the keys to change; nearest values are those of the first that has any
+    keys: tuple[
+        str, ...
+    ]  # the keys to change; nearest values are those of the first that has any
     holds: Callable[[J], bool]
-    message: Callable[[J], str]  # the rule, the arithmetic and the numbers of a job that breaks it
+    message: Callable[
+        [J], str
+    ]  # the rule, the arithmetic and the numbers of a job that breaks it
     when: Callable[[J], bool] = lambda _: True  # whether it applies to a job at all
     found_by: FoundBy = "validator"
     # Values of the first key to try, nearest first. Without it, or if none is legal, whole numbers are tried; if it returns
@@ -135,7 +152,9 @@ class Dialect:
     job: Callable[[Settings], Job]  # from settings to the numbers that follow
     rules: Sequence[Rule[Any]]
     launch: Launch  # its name, its keys, and how it is started
-    meanings: Callable[[Any], Iterable[tuple[str, str]]]  # of a job: keys, or other texts, and what they mean
+    meanings: Callable[
+        [Any], Iterable[tuple[str, str]]
+    ]  # of a job: keys, or other texts, and what they mean
     notes: Callable[[Any], Iterable[str]]  # of a job: what is legal but surprising
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
 
@@ -162,7 +181,11 @@ def _compare(
             return Term(f"{side}={job[side]:,}", int(job[side]))
         if isinstance(side, int):
             return Term(f"{side:,}", side)
-        return Term(side[0].format(side[1](job)), side[1](job)) if isinstance(side, tuple) else side(job)
+        return (
+            Term(side[0].format(side[1](job)), side[1](job))
+            if isinstance(side, tuple)
+            else side(job)
+        )
 
     def numbers(job: J) -> tuple[int, int]:
         return term(left, job).number, term(right, job).number
@@ -171,7 +194,12 @@ def _compare(
         return f"{term(left, job).text} {words} {term(right, job).text}{note if isinstance(note, str) else note(job)}"
 
     return Rule(
-        name=name, keys=tuple(keys), holds=lambda job: test(*numbers(job)), message=message, division=numbers, **options
+        name=name,
+        keys=tuple(keys),
+        holds=lambda job: test(*numbers(job)),
+        message=message,
+        division=numbers,
+        **options,
     )
 
 
@@ -181,7 +209,9 @@ at_least = partial(_compare, "must be at least", operator.ge)
 equal = partial(_compare, "must equal", operator.eq)
 
 
-def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list[Rule[Any]]:
+def positive(
+    system: str, keys: Iterable[str], why: str, **options: Any
+) -> list[Rule[Any]]:
     """Return the rules that counts are unset or at least 1. `why` says what happens otherwise; options as in `Rule`."""
 
     def rule(key: str) -> Rule[Any]:
@@ -203,7 +233,9 @@ def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[R
     """Return rules that apply only to a job that satisfies a condition."""
 
     def guard(rule: Rule[J]) -> Rule[J]:
-        return dataclasses.replace(rule, when=lambda job: condition(job) and rule.when(job))
+        return dataclasses.replace(
+            rule, when=lambda job: condition(job) and rule.when(job)
+        )
 
     return [guard(rule) for rule in rules]
 
@@ -225,7 +257,15 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     """
     broken = broken_rules(dialect.rules, job)
     names = {rule.name for rule in broken}
-    divisions = [rule.division(job) for rule in dialect.rules if rule.division is not None and rule.when(job)] if broken else []
+    divisions = (
+        [
+            rule.division(job)
+            for rule in dialect.rules
+            if rule.division is not None and rule.when(job)
+        ]
+        if broken
+        else []
+    )
 
     def attempts(rule: Rule[Any]) -> Iterator[tuple[str, Iterable[Any]]]:
         own = () if rule.candidates is None else rule.candidates(job)
@@ -236,15 +276,27 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
                 yield key, _whole_numbers(job.effective(key), own_division, divisions)
 
     def violation(rule: Rule[Any]) -> Violation:
-        found = ((key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name})) for key, tried in attempts(rule))
+        found = (
+            (key, _nearest_values(dialect, job, rule, key, tried, names - {rule.name}))
+            for key, tried in attempts(rule)
+        )
         first, nearest = next((row for row in found if row[1]), (rule.keys[0], ()))
         ordered = (first, *(key for key in rule.keys if key != first))
         message = rule.message(job)
         words = {True: "true", False: "false", None: "null"}
         if nearest:
-            shown = (words[value] if value is None or isinstance(value, bool) else str(value) for value in nearest)
+            shown = (
+                words[value] if value is None or isinstance(value, bool) else str(value)
+                for value in nearest
+            )
             message += f"; nearest {first}: {', '.join(shown)}"
-        return Violation(rule=rule.name, keys=ordered, message=message, nearest=nearest, found_by=rule.found_by)
+        return Violation(
+            rule=rule.name,
+            keys=ordered,
+            message=message,
+            nearest=nearest,
+            found_by=rule.found_by,
+        )
 
     return tuple(map(violation, broken))
 
@@ -255,14 +307,27 @@ def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
     def show(value: float) -> str:
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
-    before = {name: value for name, value in job.derived().items() if isinstance(value, int | float)}
+    before = {
+        name: value
+        for name, value in job.derived().items()
+        if isinstance(value, int | float)
+    }
     for key, entry in dialect.launch.entries.items():
         value = job[key]
-        if key not in job.settings.given or not entry.unit or not isinstance(value, int) or not 1 <= value < MAX_COUNT // 2:
+        if (
+            key not in job.settings.given
+            or not entry.unit
+            or not isinstance(value, int)
+            or not 1 <= value < MAX_COUNT // 2
+        ):
             continue
         try:
             changed = dialect.job(job.settings.with_value(key, 2 * value))
-            broken = {rule.name for rule in dialect.rules if rule.is_broken(changed) and not rule.is_broken(job)}
+            broken = {
+                rule.name
+                for rule in dialect.rules
+                if rule.is_broken(changed) and not rule.is_broken(job)
+            }
             after = changed.derived() if changed.usable else {}
         except RampupError:
             continue
@@ -278,7 +343,12 @@ def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _nearest_values(
-    dialect: Dialect, job: Job, rule: Rule[Any], key: str, candidates: Iterable[Any], tolerated: Collection[str]
+    dialect: Dialect,
+    job: Job,
+    rule: Rule[Any],
+    key: str,
+    candidates: Iterable[Any],
+    tolerated: Collection[str],
 ) -> tuple[Any, ...]:
     """Return up to one legal value of a key below the given one and one above; `tolerated` rules may stay broken."""
     before = job[key]
@@ -288,13 +358,19 @@ def _nearest_values(
     helping: dict[bool, Any] = {}
     for value in candidates:
         is_below = is_number and value is not None and value < before
-        if value == before or is_below in fixing or (isinstance(value, int) and value > MAX_COUNT):
+        if (
+            value == before
+            or is_below in fixing
+            or (isinstance(value, int) and value > MAX_COUNT)
+        ):
             continue
         try:
             changed = dialect.job(job.settings.with_value(key, value))
             if rule.is_broken(changed):
                 continue
-            still_broken = {other.name for other in broken_rules(dialect.rules, changed)}
+            still_broken = {
+                other.name for other in broken_rules(dialect.rules, changed)
+            }
         except RampupError:
             continue
         if not still_broken:
@@ -305,20 +381,30 @@ def _nearest_values(
             helping.setdefault(is_below, value)
     found = fixing or helping
     nearest = [found[is_below] for is_below in (True, False) if is_below in found]
-    return tuple(to_yaml_number(value) if isinstance(value, Fraction) else value for value in nearest)
+    return tuple(
+        to_yaml_number(value) if isinstance(value, Fraction) else value
+        for value in nearest
+    )
 
 
 _divisors = functools.cache(divisors)
 
 
-def _whole_numbers(value: int | None, divisions: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[int]:
+def _whole_numbers(
+    value: int | None,
+    divisions: Sequence[tuple[int, int]],
+    others: Sequence[tuple[int, int]],
+) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
 
     `divisions` are dividend and divisor of the broken rule, if it has them: `value` may be a factor or a summand of the
     dividend, or a factor of the divisor. Of the `others`, fewer multiples are returned.
     """
     size = max(value or 1, 1)
-    found = {*range(max(size - _WINDOW, 1), size + _WINDOW + 1), *(2**power for power in range(13))}
+    found = {
+        *range(max(size - _WINDOW, 1), size + _WINDOW + 1),
+        *(2**power for power in range(13)),
+    }
     found |= {*(size * n for n in range(2, 9)), *(size // n for n in range(2, 17))}
     steps = {1: 1}
     for pairs, number in ((divisions, _NUM_MULTIPLES), (others, _NUM_MULTIPLES // 4)):
@@ -334,9 +420,13 @@ def _whole_numbers(value: int | None, divisions: Sequence[tuple[int, int]], othe
     for step, number in {**steps, common: _NUM_MULTIPLES}.items():
         found.update(_multiples(size, step, number))
     # A value far away that fixes the whole file is worse advice than a near one that fixes this rule.
-    largest = min(max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT)
+    largest = min(
+        max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT
+    )
     given = 1 if value is None else value
-    return sorted((n for n in found if 1 <= n <= largest), key=lambda n: (abs(n - given), n))
+    return sorted(
+        (n for n in found if 1 <= n <= largest), key=lambda n: (abs(n - given), n)
+    )
 
 
 def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
@@ -345,12 +435,15 @@ def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
     return range(below - (number - 1) * step, below + number * step + 1, step)
 
 
-def around(value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0) -> list[Fraction]:
+def around(
+    value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0
+) -> list[Fraction]:
     """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest first."""
     exact, width = Fraction(value) - origin, Fraction(step)
     if width <= 0:
         return []
     low = exact // width
     return sorted(
-        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)), key=lambda n: abs(n - Fraction(value))
+        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)),
+        key=lambda n: abs(n - Fraction(value)),
     )

@@ -8,14 +8,31 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
+OPERATOR = re.compile(
+    r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]"
+)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
 _DOCUMENT = re.compile(r"(?<!<)<<(-?)[ \t]*([\"']?)(\w+)\2")
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
-_ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
+_ENDS = (
+    "then",
+    "elif",
+    "else",
+    "fi",
+    "do",
+    "done",
+    "esac",
+    "}",
+    ")",
+    ";;",
+    ";&",
+    ";;&",
+)
 # A backslash before a comment or a blank, which ends a command, and a next line that looks like its next words.
-_CUT = re.compile(r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=[ \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))")
+_CUT = re.compile(
+    r"[ \t]*\\(?:\r?\n(?:[ \t]*#[^\n]*\n)+|[ \t]+\r?\n)(?=[ \t]*(?:--?[A-Za-z]|[\w.+~]+=|\"?\$))"
+)
 
 
 @dataclass(slots=True)
@@ -35,7 +52,9 @@ class Node(NamedTuple):
     line: int
     words: list[str]
     parts: list[Any]  # of a command, its `Document`s
-    cut: int = 0  # the line in which a backslash before a comment or a blank ends the command
+    cut: int = (
+        0  # the line in which a backslash before a comment or a blank ends the command
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,13 +87,21 @@ class Parser:
             self.at = match.end()
         if self.at >= len(self.text):
             return ""
-        if (match := OPERATOR.match(self.text, self.at)) and not self.text.startswith(("<(", ">("), self.at):
+        if (match := OPERATOR.match(self.text, self.at)) and not self.text.startswith(
+            ("<(", ">("), self.at
+        ):
             return match[0]
         text, start = self.text, self.at
-        end = skip_part(text, start)  # also over `<` or `>`, with which `<(command)` begins
+        end = skip_part(
+            text, start
+        )  # also over `<` or `>`, with which `<(command)` begins
         while True:
-            is_process = text[end - 1] in "=<>" and (text[start] in "<>" or ASSIGNMENT.match(text, start, end))
-            if text[end : end + 1] == "(" and (is_process or (text[end - 1] in "@?*+!" and end - 1 > start)):
+            is_process = text[end - 1] in "=<>" and (
+                text[start] in "<>" or ASSIGNMENT.match(text, start, end)
+            )
+            if text[end : end + 1] == "(" and (
+                is_process or (text[end - 1] in "@?*+!" and end - 1 > start)
+            ):
                 end = find_close(text, end) + 1
             if end >= len(text) or text[end] in " \t\r\n;&|()<>":
                 return text[start:end]
@@ -87,15 +114,21 @@ class Parser:
         if token == "\n":
             documents, self.documents = self.documents, []
             for document in documents:
-                inner, self.at = _read_document(self.text, self.at, document.end, document.tabs)
-                document.text = re.sub(rf"^{document.tabs}", "", inner, flags=re.MULTILINE)
+                inner, self.at = _read_document(
+                    self.text, self.at, document.end, document.tabs
+                )
+                document.text = re.sub(
+                    rf"^{document.tabs}", "", inner, flags=re.MULTILINE
+                )
         return token
 
     def expect(self, *tokens: str) -> str:
         """Return the next word, which must be one of some."""
         self.skip("\n")
         if (token := self.next()) not in tokens:
-            raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
+            raise ValueError(
+                f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}"
+            )
         return token
 
     def take(self, *tokens: str) -> str:
@@ -109,7 +142,11 @@ class Parser:
 
     def here(self, at: int | None = None) -> int:
         """Return the line of the next word, or of a place in the text."""
-        return bisect.bisect_left(self.newlines, self.at if at is None else at) + 1 if self.line is None else self.line
+        return (
+            bisect.bisect_left(self.newlines, self.at if at is None else at) + 1
+            if self.line is None
+            else self.line
+        )
 
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
@@ -137,7 +174,17 @@ class Parser:
         parts = list[Any]()
         if self.text.startswith("((", self.at):
             kind, words = "arithmetic", [self.in_brackets()]
-        elif kind not in ("(", "{", "if", "while", "until", "for", "select", "case", "function"):
+        elif kind not in (
+            "(",
+            "{",
+            "if",
+            "while",
+            "until",
+            "for",
+            "select",
+            "case",
+            "function",
+        ):
             return self.simple(line)
         else:
             self.next()
@@ -227,7 +274,11 @@ class Parser:
                 is_test = node.words == ["[["]
             end = self.at
         # Where the last word ends, or before a last word that is only the blank behind a backslash.
-        end -= len(node.words[-1]) if node.words and not node.words[-1].strip("\\ \t") else 0
+        end -= (
+            len(node.words[-1])
+            if node.words and not node.words[-1].strip("\\ \t")
+            else 0
+        )
         cut = _CUT.match(self.text, end)
         return node._replace(cut=self.here(end)) if cut else node
 
@@ -239,7 +290,13 @@ class Parser:
         target = self.next()
         if match[1] in ("<<", "<<-"):
             end = re.sub(r"[\"'\\]", "", target)
-            self.documents.append(Document(end=end, tabs="\t*" if match[1] == "<<-" else "", quoted=end != target))
+            self.documents.append(
+                Document(
+                    end=end,
+                    tabs="\t*" if match[1] == "<<-" else "",
+                    quoted=end != target,
+                )
+            )
             documents.append(self.documents[-1])
         elif match[1] == "<<<":
             documents.append(Document(target))
@@ -256,7 +313,11 @@ def skip_part(text: str, at: int) -> int:
     if letter in '"`':
         end = at + 1
         while text[end] != letter:
-            end = skip_part(text, end) if text[end] in "\\$" or (text[end] == "`" and letter == '"') else end + 1
+            end = (
+                skip_part(text, end)
+                if text[end] in "\\$" or (text[end] == "`" and letter == '"')
+                else end + 1
+            )
         return end + 1
     if letter == "$" and text[at + 1 : at + 2] in ("{", "(", "["):
         return find_close(text, at + 1) + 1
@@ -283,18 +344,28 @@ def find_close(text: str, at: int) -> int:
         depth += text[end] == opening
         if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
             end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        if opening == "(" and text[end : end + 1] == "<" and (document := _DOCUMENT.match(text, end)):
+        if (
+            opening == "("
+            and text[end : end + 1] == "<"
+            and (document := _DOCUMENT.match(text, end))
+        ):
             documents.append(document)
             end = document.end()
             continue
         if documents and text[end : end + 1] == "\n":
             for document in documents:
-                _, end = _read_document(text, end + 1, document[3], "\t*" if document[1] else "")
+                _, end = _read_document(
+                    text, end + 1, document[3], "\t*" if document[1] else ""
+                )
                 end -= 1
             documents.clear()
             if end >= len(text):
                 raise ValueError("a '(' does not end")
-        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in ("{", "(", "'")
+        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in (
+            "{",
+            "(",
+            "'",
+        )
         end = end + 1 if is_plain else skip_part(text, end)
 
 
@@ -303,4 +374,6 @@ def _read_document(text: str, at: int, end: str, tabs: str) -> tuple[str, int]:
     last = re.compile(rf"^{tabs}{re.escape(end)}\r*$", re.MULTILINE).search(text, at)
     if last is None:
         return text[at:].removesuffix("\n"), len(text)
-    return text[at : last.start()].removesuffix("\n"), last.end() + text.startswith("\n", last.end())
+    return text[at : last.start()].removesuffix("\n"), last.end() + text.startswith(
+        "\n", last.end()
+    )

@@ -23,20 +23,48 @@ _HIDDEN = 0xF0000  # added to the characters of a reason, so that no part of it 
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 BREAK, EMPTY = "\ue005", "\ue006"
 RESERVED = re.compile(f"[{UNSET}-{_WHY}\0]")
-MARKER = re.compile(f"[{UNSET}-{OPTIONS}]([^{_WHY}{_END}]*)(?:{_WHY}([^{_END}]*))?{_END}")
+MARKER = re.compile(
+    f"[{UNSET}-{OPTIONS}]([^{_WHY}{_END}]*)(?:{_WHY}([^{_END}]*))?{_END}"
+)
 _EMPTIES = re.compile(f"[{UNSET}][^{_END}]*{_END}")
 _LONGEST = 80
 MAX_NUMBERS = 1000
-_READERS = ("wc", "tr", "cut", "awk")  # programs that print what they make of their input
+_READERS = (
+    "wc",
+    "tr",
+    "cut",
+    "awk",
+)  # programs that print what they make of their input
 _CUT = re.compile(r"-d ?(.) -f ?(\d+)")
 _AWK = re.compile(r"(?:-F ?(.) )?\{ ?print (\$[1-9]|\$?NF) ?\}")
 # Classes of characters in a regular expression, and what Python might search for long.
-_CLASSES = {"digit": "[0-9]", "alnum": "[a-zA-Z0-9]", "alpha": "[a-zA-Z]", "space": r"\s"}
+_CLASSES = {
+    "digit": "[0-9]",
+    "alnum": "[a-zA-Z0-9]",
+    "alpha": "[a-zA-Z]",
+    "space": r"\s",
+}
 _MAX_STARS = 3
 _MAX_SEARCHED = 100
 # C's binary operators, from the loosest to the tightest.
-_LEVELS = (",", "?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
-_PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
+_LEVELS = (
+    ",",
+    "?",
+    "||",
+    "&&",
+    "|",
+    "^",
+    "&",
+    "== !=",
+    "< <= > >=",
+    "<< >>",
+    "+ -",
+    "* / %",
+    "**",
+)
+_PRECEDENCE = {
+    sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()
+}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow,
     "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
@@ -45,16 +73,29 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     ",": lambda _, last: last,
 }  # fmt: skip
-_UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert}
+_UNARY: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "!": operator.not_,
+    "~": operator.invert,
+}
 # A variable with what changes it: `++` or `--` on either side, or an assignment such as `<<=`.
-VARIABLE = re.compile(r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?")
-_TOKEN = re.compile(rf"{MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{VARIABLE.pattern}|\*\*|<<|>>|[<>=!]=|&&|\|\||\S")
+VARIABLE = re.compile(
+    r"(\+\+|--)?\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*((?:<<|>>|[-+*/%&^|])?=(?!=)|\+\+|--)?"
+)
+_TOKEN = re.compile(
+    rf"{MARKER.pattern}|0[xX][0-9a-fA-F]+|\d+|{VARIABLE.pattern}|\*\*|<<|>>|[<>=!]=|&&|\|\||\S"
+)
 
 
 def mark(name: str, kind: str = UNKNOWN, reason: str = "") -> str:
     """Return a marker of a kind; `reason` says which condition or loop leaves it open."""
     plain = re.sub(rf"[\s{UNSET}-{_WHY}]+", "_", name[:_LONGEST])
-    why = _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason) if reason else ""
+    why = (
+        _WHY + "".join(chr(ord(letter) % _HIDDEN + _HIDDEN) for letter in reason)
+        if reason
+        else ""
+    )
     return f"{kind}{plain}{why}{_END}"
 
 
@@ -81,7 +122,9 @@ def show_unknown(text: str) -> str:
 def explain_unknown(text: str) -> str:
     """Return why the unknown parts of a text are open, as a sentence without an end."""
     names = " and ".join(map(_shown, unknown_names(text)))
-    if reasons := list(dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])):
+    if reasons := list(
+        dict.fromkeys(match[2] for match in MARKER.finditer(text) if match[2])
+    ):
         shown = "".join(chr(ord(letter) % _HIDDEN) for letter in "; ".join(reasons))
         return f"{shown}, and {names} depends on it"
     return f"the script does not say what {names} is"
@@ -97,7 +140,9 @@ def _shown(name: str) -> str:
     return name if name.startswith("$") else f"${name}"
 
 
-def compile_expression(text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]) -> Callable[[], int]:
+def compile_expression(
+    text: str, variable: Callable[[re.Match[str], Callable[[], int]], int]
+) -> Callable[[], int]:
     """Return the function that evaluates an arithmetic expression whose expansions with `$` are done.
 
     Its parts are functions too, so that a side of a condition that is not taken does not happen. `variable` gets a match of
@@ -128,7 +173,12 @@ def compile_expression(text: str, variable: Callable[[re.Match[str], Callable[[]
             right = expression(own + (sign not in ("?", "**")))
             if sign == "?":
                 expect(":")
-                left = partial(lambda test, first, second: (first if test() else second)(), left, right, expression(own))
+                left = partial(
+                    lambda test, first, second: (first if test() else second)(),
+                    left,
+                    right,
+                    expression(own),
+                )
             else:
                 left = partial(apply_sign, sign, left, right)
         return left
@@ -148,7 +198,9 @@ def to_number(token: str) -> int:
 def apply_sign(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
     """Return the value of a binary operator."""
     if sign in ("||", "&&"):
-        return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
+        return (
+            int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
+        )
     first, second = left(), right()
     if sign in ("<<", ">>", "**") and not 0 <= second < 64:
         raise ValueError(sign)  # undefined in C, or an error
@@ -187,7 +239,9 @@ class Test:
             return False
         word = text = self.words.pop(0)
         value: bool | None = bool(word)
-        if word in _OPERATORS and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
+        if (
+            word in _OPERATORS and len(self.words) == 1
+        ):  # an empty variable without quotes, which is an error in bash
             self.words.clear()
             return False
         if word == "!" and self.words:
@@ -197,7 +251,11 @@ class Test:
             result = self.value()
             self.words[:1] = []
             return result
-        if re.fullmatch(r"-[a-zA-Z]", word) and self.words and self.words[0] not in _OPERATORS:
+        if (
+            re.fullmatch(r"-[a-zA-Z]", word)
+            and self.words
+            and self.words[0] not in _OPERATORS
+        ):
             text = self.words.pop(0)
             if word not in ("-z", "-n"):
                 return None
@@ -210,7 +268,9 @@ class Test:
                 other = "" if other[:1] == ARGUMENT else other
             text = word + other
             if sign in _NUMBER_TESTS:
-                whole = all(re.fullmatch(r"\s*-?\d+\s*", number) for number in (word, other))
+                whole = all(
+                    re.fullmatch(r"\s*-?\d+\s*", number) for number in (word, other)
+                )
                 value = _NUMBER_TESTS[sign](int(word), int(other)) if whole else None
             elif sign == "=~":
                 value = None if has_unknown(text) else _search(other, word)
@@ -228,9 +288,17 @@ class Test:
 
 def _search(pattern: str, text: str) -> bool | None:
     """Return whether an extended regular expression matches a part of a text; None if it is not one that Python has too."""
-    plain = re.sub(r"\[\[:(digit|alnum|alpha|space):\]\]", lambda match: _CLASSES[match[1]], pattern)
+    plain = re.sub(
+        r"\[\[:(digit|alnum|alpha|space):\]\]",
+        lambda match: _CLASSES[match[1]],
+        pattern,
+    )
     is_other = "[:" in plain or "\\" in pattern or "(?" in plain
-    is_slow = re.search(r"\)[*+{]", plain) or len(re.findall(r"[*+{]", plain)) > _MAX_STARS or len(text) > _MAX_SEARCHED
+    is_slow = (
+        re.search(r"\)[*+{]", plain)
+        or len(re.findall(r"[*+{]", plain)) > _MAX_STARS
+        or len(text) > _MAX_SEARCHED
+    )
     if is_other or is_slow:
         return None
     try:
@@ -246,13 +314,17 @@ def split_fields(line: str, separators: str | None, count: int) -> list[str]:
         return [line.strip() if is_blank else line]
     if is_blank:
         return line.strip().split(None, count - 1)
-    return re.split(f"[{re.escape(separators or '')}]", line, maxsplit=max(count - 1, 0))
+    return re.split(
+        f"[{re.escape(separators or '')}]", line, maxsplit=max(count - 1, 0)
+    )
 
 
 def print_output(words: Sequence[str], given: str | None) -> str | None:
     """Return what a program prints for what a script gives it to read, both known; None if that is not known here."""
     name, *rest = words
-    if given is None and name in _READERS:  # it reads a file, or what the script was given
+    if (
+        given is None and name in _READERS
+    ):  # it reads a file, or what the script was given
         return None
     text = given or ""
     match name, rest:
@@ -263,12 +335,24 @@ def print_output(words: Sequence[str], given: str | None) -> str | None:
             return " ".join(rest) + "\n"
         case "printf", [form, *values]:
             return _print_formatted(form, values)
-        case "seq", _ if rest and all(re.fullmatch(r"-?\d{1,9}", word) for word in rest) and len(rest) <= 3:
+        case "seq", _ if (
+            rest
+            and all(re.fullmatch(r"-?\d{1,9}", word) for word in rest)
+            and len(rest) <= 3
+        ):
             numbers = list(map(int, rest))
             first = numbers[0] if len(rest) > 1 else 1
             step = numbers[1] if len(rest) == 3 else 1
-            found = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
-            return "".join(f"{number}\n" for number in found) if len(found) <= MAX_NUMBERS else None
+            found = (
+                range(first, numbers[-1] + (1 if step > 0 else -1), step)
+                if step
+                else range(0)
+            )
+            return (
+                "".join(f"{number}\n" for number in found)
+                if len(found) <= MAX_NUMBERS
+                else None
+            )
         case "wc", ["-w"]:
             return f"{len(text.split())}\n"
         case "wc", ["-l"]:
@@ -301,16 +385,25 @@ def print_path(words: Sequence[str], folder: str) -> str | None:
 
 def _print_formatted(form: str, values: Sequence[str]) -> str | None:
     kinds = re.findall(r"%(0?\d*[sd])", form)
-    if form.count("%") != len(kinds) or len(kinds) != len(values) or "\\" in form.replace("\\n", ""):
+    if (
+        form.count("%") != len(kinds)
+        or len(kinds) != len(values)
+        or "\\" in form.replace("\\n", "")
+    ):
         return None
     try:
-        filled = [int(value) if kind[-1] == "d" else value for kind, value in zip(kinds, values, strict=True)]
+        filled = [
+            int(value) if kind[-1] == "d" else value
+            for kind, value in zip(kinds, values, strict=True)
+        ]
         return str(form.replace("\\n", "\n") % tuple(filled))
     except ValueError:
         return None
 
 
-def _print_field(pattern: re.Pattern[str], options: Sequence[str], text: str) -> str | None:
+def _print_field(
+    pattern: re.Pattern[str], options: Sequence[str], text: str
+) -> str | None:
     """Return the field that `cut -d, -f2` or `awk -F, '{print $2}'` selects in each line, or their number."""
     found = pattern.fullmatch(" ".join(options))
     if found is None:
@@ -320,6 +413,10 @@ def _print_field(pattern: re.Pattern[str], options: Sequence[str], text: str) ->
     if field == "NF":
         return "".join(f"{len(line)}\n" for line in lines)
     at = -1 if field == "$NF" else int(field.lstrip("$")) - 1
-    if sign is None or pattern is _AWK or all(len(line) > 1 for line in lines):  # cut prints a line without the sign
-        return "".join(f"{line[at] if -len(line) <= at < len(line) else ''}\n" for line in lines)
+    if (
+        sign is None or pattern is _AWK or all(len(line) > 1 for line in lines)
+    ):  # cut prints a line without the sign
+        return "".join(
+            f"{line[at] if -len(line) <= at < len(line) else ''}\n" for line in lines
+        )
     return None

@@ -12,9 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rampup.config.yaml import Located
 from rampup.dialects.known import load_known_keys, with_lines
-from rampup.dialects.reading import Launch, Reading, Settings, Source, Version, entry, program_of, read_hydra
+from rampup.dialects.reading import (
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    Version,
+    entry,
+    program_of,
+    read_hydra,
+)
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
-from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
+from rampup.dialects.rules import (
+    Dialect,
+    Rule,
+    Side,
+    apply_if,
+    at_least,
+    equal,
+    multiple,
+    positive,
+    usable,
+)
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
@@ -30,14 +49,32 @@ COLOCATE_REF = "trainer.placement.colocate_policy_ref"
 MODELS = ("policy", "critic", "ref")
 # Of each model: the keys of its devices per node and nodes; its Megatron sizes, which multiply to the devices that share a
 # sample; and the devices that share a sequence.
-DEVICES = {model: tuple(f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")) for model in MODELS}
-_SIZES = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+DEVICES = {
+    model: tuple(
+        f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")
+    )
+    for model in MODELS
+}
+_SIZES = tuple(
+    f"megatron_config.{name}_parallel_size"
+    for name in ("tensor_model", "pipeline_model", "context")
+)
 _PARALLEL = ("tensor", "pipeline", "context parallel size")
-MEGATRON = {model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS}
+MEGATRON = {
+    model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS
+}
 SEQUENCE = {model: f"trainer.{model}.sequence_parallel_size" for model in MODELS}
-_ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_ENGINE_SIZES = (
+    "num_engines",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+)
 ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
-OLD_ENGINE_KEYS = ("generator.num_inference_engines", *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]))
+OLD_ENGINE_KEYS = (
+    "generator.num_inference_engines",
+    *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]),
+)
 KEYS = {
     TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
     MINI: entry(256, "prompts of a policy update", unit="prompts"),
@@ -71,23 +108,47 @@ KEYS = {
 }  # fmt: skip
 LAUNCH = Launch(
     system="SkyRL",
-    program=re.compile(r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="),
-    others=re.compile(r"[\w.]*main_(?:sft\w*|(?:\w+_)?gen(?:erate)?)\b|tinker|entrypoints\.serve"),
+    program=re.compile(
+        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="
+    ),
+    others=re.compile(
+        r"[\w.]*main_(?:sft\w*|(?:\w+_)?gen(?:erate)?)\b|tinker|entrypoints\.serve"
+    ),
     example="python -m skyrl.train.entrypoints.main_base key=value",
     entries=KEYS,
-    groups=("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config"),
+    groups=(
+        "data",
+        "environment",
+        "hydra",
+        "terminal_bench_config",
+        "harbor_trial_config",
+    ),
     # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
     bases={name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")},
     version="August 2026",
     keys="skyrl",
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
-TRAINED = ("trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts")
-MODEL_COUNTS: dict[str, tuple[str, ...]] = {model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS}
-MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")}
+TRAINED = (
+    "trainer.update_epochs_per_batch",
+    "trainer.epochs",
+    "trainer.eval_batch_size",
+    "num_prompts",
+)
+MODEL_COUNTS: dict[str, tuple[str, ...]] = {
+    model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS
+}
+MODEL_COUNTS |= {
+    model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")
+}
 MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
 _KNOWN = load_known_keys("skyrl")
-_SECTIONS = ("data", "trainer", "generator", "environment")  # integrations have sections of their own
+_SECTIONS = (
+    "data",
+    "trainer",
+    "generator",
+    "environment",
+)  # integrations have sections of their own
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -109,25 +170,59 @@ class SkyRLJob(RolloutJob):
         super().__init__(settings)
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
-        self.by_tokens: bool = self["trainer.max_tokens_per_microbatch"] > 0  # the number of passes then depends on lengths
+        self.by_tokens: bool = (
+            self["trainer.max_tokens_per_microbatch"] > 0
+        )  # the number of passes then depends on lengths
         self.megatron: bool = self["trainer.strategy"] == "megatron"
         self.has_critic: bool = self["trainer.critic.model.path"] is not None
-        self.has_ref: bool = self["trainer.algorithm.use_kl_loss"] or self["trainer.algorithm.use_kl_in_reward"]
-        self.models = ("policy", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
+        self.has_ref: bool = (
+            self["trainer.algorithm.use_kl_loss"]
+            or self["trainer.algorithm.use_kl_in_reward"]
+        )
+        self.models = (
+            "policy",
+            *(["critic"] if self.has_critic else []),
+            *(["ref"] if self.has_ref else []),
+        )
         # Keys that no class of SkyRL's settings has, with their lines.
-        looked_up = {name: at for name, at in settings.looked_up.items() if name.partition(".")[0] in _SECTIONS}
-        self.unknown_keys = with_lines({name: at for name, at in looked_up.items() if _KNOWN.life(name) is None})
+        looked_up = {
+            name: at
+            for name, at in settings.looked_up.items()
+            if name.partition(".")[0] in _SECTIONS
+        }
+        self.unknown_keys = with_lines(
+            {name: at for name, at in looked_up.items() if _KNOWN.life(name) is None}
+        )
         # Devices that share a sample, and replicas, rounded down. The critic never has Megatron's sizes.
-        self.devices = {model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS}
+        self.devices = {
+            model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS
+        }
         self.model_sizes = {model: self[SEQUENCE[model]] for model in MODELS}
         if self.megatron:
-            self.model_sizes |= {model: math.prod(self[key] for key in MEGATRON[model]) for model in ("policy", "ref")}
-        self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODELS}
+            self.model_sizes |= {
+                model: math.prod(self[key] for key in MEGATRON[model])
+                for model in ("policy", "ref")
+            }
+        self.replicas = {
+            model: self.devices[model] // max(self.model_sizes[model], 1)
+            for model in MODELS
+        }
         # Models that take part and whose devices are no multiple of their size, which Megatron refuses.
-        self.rounded = [model for model in self.models if self.devices[model] % max(self.model_sizes[model], 1)]
-        self.uneven = [model for model in self.rounded if self.megatron and model != "critic"]
-        counts = [*COUNTS, *(key for model in self.models for key in MODEL_COUNTS[model])]
-        has_replicas = all(self.replicas[model] for model in self.models) and not self.uneven
+        self.rounded = [
+            model
+            for model in self.models
+            if self.devices[model] % max(self.model_sizes[model], 1)
+        ]
+        self.uneven = [
+            model for model in self.rounded if self.megatron and model != "critic"
+        ]
+        counts = [
+            *COUNTS,
+            *(key for model in self.models for key in MODEL_COUNTS[model]),
+        ]
+        has_replicas = (
+            all(self.replicas[model] for model in self.models) and not self.uneven
+        )
         self.usable = has_replicas and all(self[key] >= 1 for key in counts)
         if not self.usable:
             return
@@ -135,25 +230,44 @@ class SkyRLJob(RolloutJob):
         epochs = self["trainer.update_epochs_per_batch"]
         for name in ("policy", "critic") if self.has_critic else ("policy",):
             size = self[f"trainer.{name}_mini_batch_size"]
-            self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=epochs)
+            self.train(
+                name,
+                size,
+                self.replicas[name],
+                micro=self[MICRO],
+                tokens=tokens,
+                epochs=epochs,
+            )
         # Passes per update and replica; the last may be smaller. With a token budget lengths decide.
-        self.passes = None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
+        self.passes = (
+            None if self.by_tokens else -(-self.policy.padded_share // self[MICRO])
+        )
         self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
         # SkyRL's check looks at the policy and the reference; every model must get full samples from the run.
-        self.lcm_checked = math.lcm(self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else []))
+        self.lcm_checked = math.lcm(
+            self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else [])
+        )
         common = math.lcm(*(self.replicas[model] for model in self.models))
         self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
-        self.max_workers: int = self.policy.mini_batch * (self["trainer.fully_async.max_staleness_steps"] + 1)
+        self.max_workers: int = self.policy.mini_batch * (
+            self["trainer.fully_async.max_staleness_steps"] + 1
+        )
         self.engine_devices: int | None = None
         if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
-            self.engine_devices = math.prod(self[new] if self[old] is None else self[old] for new, old in pairs)
+            self.engine_devices = math.prod(
+                self[new] if self[old] is None else self[old] for new, old in pairs
+            )
         self.read_data(self["trainer.epochs"])
 
     @property
     def outcome(self) -> Run:
         """Mini batches are padded to the replicas; the last, incomplete step of the data set is dropped."""
-        return "pads" if any(model.padding for model in self.trained.values()) else super().outcome
+        return (
+            "pads"
+            if any(model.padding for model in self.trained.values())
+            else super().outcome
+        )
 
     def plan(self) -> RolloutPlan:
         """Return the plan of one training step."""
@@ -162,15 +276,25 @@ class SkyRLJob(RolloutJob):
 
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     policy, padding = job.policy, job.policy.padding
-    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch")
+    yield from batch_meanings(
+        job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch"
+    )
     empty = f" ({padding:,} of the mini batch are empty)" if padding else ""
     share = f"each has {counted(policy.padded_share, 'sample')} of a mini batch{empty}"
     devices = f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample"
     yield devices, f"{counted(policy.replicas, 'replica')}; {share}"
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
-    yield FORWARD, "samples per replica in forward-only passes (log-probabilities, values)"
-    evaluated = job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
-    yield "trainer.eval_batch_size", f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller"
+    yield (
+        FORWARD,
+        "samples per replica in forward-only passes (log-probabilities, values)",
+    )
+    evaluated = (
+        job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
+    )
+    yield (
+        "trainer.eval_batch_size",
+        f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller",
+    )
 
 
 def _notes(job: SkyRLJob) -> Iterator[str]:
@@ -235,11 +359,17 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
 
     def share(job: SkyRLJob) -> Term:
         size, replicas = job.trained[name].share, job.trained[name].replicas
-        return Term(f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per replica", size)
+        return Term(
+            f"{samples(job).text} // {replicas:,} replicas = {size:,} samples per replica",
+            size,
+        )
 
     def step_share(job: SkyRLJob) -> Term:
         size = job.samples // job.trained[name].replicas
-        return Term(f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas = {size:,} samples", size)
+        return Term(
+            f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas = {size:,} samples",
+            size,
+        )
 
     return apply_if(lambda job: name in job.trained, [
         at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note="; both count prompts"),
@@ -313,4 +443,11 @@ RULES: list[Rule[SkyRLJob]] = [
         *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
     ]),
 ]  # fmt: skip
-DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes, reader=read)
+DIALECT = Dialect(
+    job=SkyRLJob,
+    rules=RULES,
+    launch=LAUNCH,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read,
+)

@@ -13,9 +13,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.dialects.reading import Launch, Reading, Settings, Source, Version, entry, flatten, option, program_of, read_hydra
+from rampup.dialects.reading import (
+    Launch,
+    Reading,
+    Settings,
+    Source,
+    Version,
+    entry,
+    flatten,
+    option,
+    program_of,
+    read_hydra,
+)
 from rampup.dialects.rollout import RolloutJob, TrainedModel
-from rampup.dialects.rules import Dialect, Rule, apply_if, at_least, multiple, positive, usable
+from rampup.dialects.rules import (
+    Dialect,
+    Rule,
+    apply_if,
+    at_least,
+    multiple,
+    positive,
+    usable,
+)
 from rampup.dialects.script import Command
 from rampup.dialects.verdict import counted, times
 from rampup.errors import ConfigError
@@ -26,7 +45,11 @@ ROLLOUTS = "method.num_rollouts"
 CHUNK = "method.chunk_size"
 INNER = "method.ppo_epochs"
 KEYS = {
-    TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples"),
+    TRAIN: entry(
+        None,
+        "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT",
+        unit="samples",
+    ),
     MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
     "train.epochs": entry(100, "rounds of collecting and training"),
     "train.total_steps": entry(10_000, "optimizer steps at most", unit="steps"),
@@ -36,8 +59,16 @@ KEYS = {
     CHUNK: entry(128, "prompts of a generate call", unit="prompts"),
     INNER: entry(4, "times that the collected samples are trained on"),
     "num_processes": entry(1, "processes; given as num_processes=N"),
-    "num_prompts": entry(None, "prompts of the training set, or samples of an offline one", unit="prompts"),
-    "deepspeed": entry(False, "whether DeepSpeed runs under Accelerate; given as deepspeed=true", kind="bool"),
+    "num_prompts": entry(
+        None,
+        "prompts of the training set, or samples of an offline one",
+        unit="prompts",
+    ),
+    "deepspeed": entry(
+        False,
+        "whether DeepSpeed runs under Accelerate; given as deepspeed=true",
+        kind="bool",
+    ),
 }
 
 
@@ -47,7 +78,10 @@ def read_words(command: Command) -> dict[str, Located]:
     for word in command.words:
         if word.startswith("{"):
             with contextlib.suppress(ValueError, RecursionError):
-                located |= {name: command.locate(value, word) for name, value in flatten(json.loads(word))}
+                located |= {
+                    name: command.locate(value, word)
+                    for name, value in flatten(json.loads(word))
+                }
     processes = option(command, "--num_processes", "--num-processes")
     if processes is not None:
         value = int(processes) if processes.isdigit() else processes
@@ -74,13 +108,23 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
 
     def choose(reading: Reading, _: Mapping[str, Located]) -> Version:
         program = "" if reading.command is None else program_of(reading.command)
-        given = {*reading.leaves, *(setting.partition("=")[0] for setting in reading.overrides)}
+        given = {
+            *reading.leaves,
+            *(setting.partition("=")[0] for setting in reading.overrides),
+        }
         unset = [key for key in (TRAIN, ROLLOUTS, CHUNK) if key not in given]
         # The names of trlX's own programs begin with their method.
-        own = (name for name in ("ilql", "sft") if program.rpartition("/")[2].startswith(name))
+        own = (
+            name
+            for name in ("ilql", "sft")
+            if program.rpartition("/")[2].startswith(name)
+        )
         trainer = f"Accelerate{next(own, 'ppo').upper()}Trainer"
         note = f"{program}.py may set {', '.join(unset)} itself; it is not read, and trlX's ready-made sizes are taken."
-        return Version(defaults={"train.trainer": trainer}, notes=[note] if program and unset else [])
+        return Version(
+            defaults={"train.trainer": trainer},
+            notes=[note] if program and unset else [],
+        )
 
     return read_hydra(source, overrides, launch, choose)
 
@@ -93,19 +137,35 @@ class TrlxJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
-        if "nemo" in text or "rft" in text or any("megatron_cfg" in name for name in settings.others):
+        if (
+            "nemo" in text
+            or "rft" in text
+            or any("megatron_cfg" in name for name in settings.others)
+        ):
             said = f"train.trainer={self['train.trainer']}, method.name={self['method.name']}: the rules of trlX cover"
-            raise ConfigError(f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer")
+            raise ConfigError(
+                f"{said} PPO, ILQL and SFT with Accelerate", key="train.trainer"
+            )
         # PPO collects samples from the model before it trains; the others train on given ones.
         self.method = next((name for name in BATCH_SIZES if name in text), "ppo")
         self.ppo = self.method == "ppo"
         # Sizes of one process.
-        self.batch: int = BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
+        self.batch: int = (
+            BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
+        )
         self.micro_given: int = self[MICRO] or 0
         self.micro = self.micro_given or self.batch
         self.replicas: int = self["num_processes"]
-        counts = (TRAIN, "num_processes", "num_prompts", *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()))
-        self.usable = all(self[key] is None or self[key] >= 1 for key in counts) and self.micro_given >= 0
+        counts = (
+            TRAIN,
+            "num_processes",
+            "num_prompts",
+            *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()),
+        )
+        self.usable = (
+            all(self[key] is None or self[key] >= 1 for key in counts)
+            and self.micro_given >= 0
+        )
         if not self.usable:
             return
         # Passes of an optimizer step, and of the first, which is short if fewer samples than a batch are collected.
@@ -117,19 +177,38 @@ class TrlxJob(RolloutJob):
         # What PPO collects before it trains: whole chunks until there are enough samples. A single process meets a short chunk
         # at the end of each pass over the prompts. With several, Accelerate completes it from the beginning.
         self.chunk: int = self[CHUNK]
-        self.prompts_per_pass: int | None = None if self.replicas > 1 else self["num_prompts"]
-        of_pass = self[ROLLOUTS] + self.chunk if self.prompts_per_pass is None else self.prompts_per_pass
+        self.prompts_per_pass: int | None = (
+            None if self.replicas > 1 else self["num_prompts"]
+        )
+        of_pass = (
+            self[ROLLOUTS] + self.chunk
+            if self.prompts_per_pass is None
+            else self.prompts_per_pass
+        )
         rounds, rest = divmod(self[ROLLOUTS] - 1, of_pass)
         last = -(-(rest + 1) // self.chunk)
         self.num_chunks = rounds * -(-of_pass // self.chunk) + last
         self.collected = rounds * of_pass + min(last * self.chunk, of_pass)
-        self.over: int = self.collected - self[ROLLOUTS]  # samples beyond those requested
+        self.over: int = (
+            self.collected - self[ROLLOUTS]
+        )  # samples beyond those requested
         self.prompts = self.collected * self.replicas
         self.samples_per_prompt = 1
-        self.train("policy", self.global_batch, self.replicas, micro=self.micro, epochs=self[INNER])
+        self.train(
+            "policy",
+            self.global_batch,
+            self.replicas,
+            micro=self.micro,
+            epochs=self[INNER],
+        )
         self.mini_batches: int = -(-self.collected // self.batch)
-        self.last_batch = self.collected - (self.mini_batches - 1) * self.batch  # the last one may be short
-        self.planned_steps: int = min(self["train.epochs"] * self.mini_batches * self[INNER], self["train.total_steps"])
+        self.last_batch = (
+            self.collected - (self.mini_batches - 1) * self.batch
+        )  # the last one may be short
+        self.planned_steps: int = min(
+            self["train.epochs"] * self.mini_batches * self[INNER],
+            self["train.total_steps"],
+        )
         self.first_passes = -(-min(self.batch, self.collected) // self.micro)
 
     def num_mini_batches(self, _: TrainedModel) -> int:
@@ -142,7 +221,9 @@ class TrlxJob(RolloutJob):
         step = times(processes, counted(self.passes, "pass"), self.micro)
         if not self.ppo:
             return f"{counted(self.global_batch, 'sample')} per optimizer step; {step}"
-        collected = f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
+        collected = (
+            f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
+        )
         return f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of {self.global_batch:,}; {step}"
 
     def derived(self) -> dict[str, Any]:
@@ -168,11 +249,17 @@ class TrlxJob(RolloutJob):
         if self.num_chunks <= MAX_LISTED:
             # The prompts of each generate call, in order; a single process's last one of a pass over the prompts is short.
             full, rest = divmod(self.prompts_per_pass or self.collected, self.chunk)
-            one_pass = [self.chunk] * min(full, self.num_chunks) + ([rest] if rest else [])
-            derived["chunks"] = list(itertools.islice(itertools.cycle(one_pass), self.num_chunks))
+            one_pass = [self.chunk] * min(full, self.num_chunks) + (
+                [rest] if rest else []
+            )
+            derived["chunks"] = list(
+                itertools.islice(itertools.cycle(one_pass), self.num_chunks)
+            )
         if self.passes <= MAX_LISTED:
             full, rest = divmod(self.last_batch, self.micro)
-            derived["last_mini_batch_microbatches"] = [self.micro] * full + ([rest] if rest else [])
+            derived["last_mini_batch_microbatches"] = [self.micro] * full + (
+                [rest] if rest else []
+            )
         return derived
 
     def plan(self) -> RolloutPlan | None:
@@ -185,21 +272,42 @@ class TrlxJob(RolloutJob):
 def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     averaged = "each collects samples of its own and trains on them; gradients are averaged over them"
     yield counted(job.replicas, "process"), averaged
-    batch = TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
-    yield batch, f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step"
-    yield MICRO, f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step"
+    batch = (
+        TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)"
+    )
+    yield (
+        batch,
+        f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step",
+    )
+    yield (
+        MICRO,
+        f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step",
+    )
     if not job.ppo:
         return
     more = f", {job.over:,} more than requested" if job.over else ""
     collected = f"{counted(job.collected, 'sample')} are collected{more}, {job.samples:,} in total"
     yield ROLLOUTS, f"at least this many per process: {collected}"
-    yield CHUNK, f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"
+    yield (
+        CHUNK,
+        f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process",
+    )
     steps = f"{counted(job.updates(job.policy), 'optimizer step')} per round"
-    yield INNER, f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, {steps}"
-    limit = "train.total_steps" if job.planned_steps == job["train.total_steps"] else "train.epochs"
+    yield (
+        INNER,
+        f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, {steps}",
+    )
+    limit = (
+        "train.total_steps"
+        if job.planned_steps == job["train.total_steps"]
+        else "train.epochs"
+    )
     both = ", ".join(map(job.settings.describe, ("train.epochs", "train.total_steps")))
     yield both, f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run"
-    yield "", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones"
+    yield (
+        "",
+        f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones",
+    )
 
 
 def _notes(job: TrlxJob) -> Iterator[str]:
@@ -207,7 +315,11 @@ def _notes(job: TrlxJob) -> Iterator[str]:
     if job.passes > 1:
         summed = f"gradients are summed over the {job.passes:,} passes, not averaged: {job.passes:,} times those of one pass"
         yield f"{summed}. Adam hides it; gradient clipping, epsilon and plain SGD do not."
-        ends = "each pass ends" if job["deepspeed"] else "(deepspeed=true) each pass would end"
+        ends = (
+            "each pass ends"
+            if job["deepspeed"]
+            else "(deepspeed=true) each pass would end"
+        )
         steps = f"{job.passes:,} optimizer steps of {counted(job.micro * job.replicas, 'sample')}"
         yield f"under DeepSpeed {ends} in an optimizer step: {steps} instead of one."
     if job[MICRO] == 0:
@@ -247,4 +359,11 @@ RULES: list[Rule[TrlxJob]] = [
         at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
     ]),
 ]  # fmt: skip
-DIALECT = Dialect(job=TrlxJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)
+DIALECT = Dialect(
+    job=TrlxJob,
+    rules=RULES,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read,
+    launch=LAUNCH,
+)

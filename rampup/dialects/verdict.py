@@ -19,7 +19,9 @@ class Violation:
     rule: str  # its id, such as `skyrl.policy_mini_divides_train`
     keys: tuple[str, ...]  # the keys to change, in that system's words
     message: str  # the rule, the arithmetic with its names, and the fix
-    nearest: tuple[Any, ...] = ()  # legal values of the first key near the given one, smallest first
+    nearest: tuple[
+        Any, ...
+    ] = ()  # legal values of the first key near the given one, smallest first
     found_by: FoundBy = "validator"  # that system's own check, before the run; or only the run, which fails
 
 
@@ -36,7 +38,9 @@ class Conversion:
     """The part of a file that rampup's configuration can express."""
 
     values: Mapping[str, Any] = field(default_factory=dict)  # by rampup's keys
-    left_out: Mapping[str, str] = field(default_factory=dict)  # the file's keys without a counterpart, and the reasons
+    left_out: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the file's keys without a counterpart, and the reasons
     refusal: str | None = None  # why the file cannot be converted
 
 
@@ -50,17 +54,29 @@ class Verdict:
     notes: tuple[str, ...] = ()  # settings that are legal but surprising
     version: str = ""  # the version of the system whose rules these are
     summary: str = ""  # the numbers of a step in one line
-    changes: tuple[Meaning, ...] = ()  # each given size, and the derived numbers that change if it is doubled
-    derived: Mapping[str, Any] = field(default_factory=dict)  # such as `samples_per_step` and `optimizer_steps`
-    phases: tuple[Mapping[str, Any], ...] | None = None  # of a ramp, as in `rampup plan --json`
+    changes: tuple[
+        Meaning, ...
+    ] = ()  # each given size, and the derived numbers that change if it is doubled
+    derived: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # such as `samples_per_step` and `optimizer_steps`
+    phases: tuple[Mapping[str, Any], ...] | None = (
+        None  # of a ramp, as in `rampup plan --json`
+    )
     meanings: tuple[Meaning, ...] = ()  # the explanation for people
     plan: Any = None  # rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built
-    conversion: Conversion | None = None  # the same run in rampup's keys; None for systems that have no counterpart
+    conversion: Conversion | None = (
+        None  # the same run in rampup's keys; None for systems that have no counterpart
+    )
 
     @property
     def validator(self) -> Validator:
         """The result of that system's own check."""
-        return "rejects" if any(violation.found_by == "validator" for violation in self.violations) else "accepts"
+        return (
+            "rejects"
+            if any(violation.found_by == "validator" for violation in self.violations)
+            else "accepts"
+        )
 
     @property
     def run(self) -> Run:
@@ -79,7 +95,12 @@ class Verdict:
             "validator": self.validator,
             "run": self.run,
             "violations": [
-                {"rule": v.rule, "keys": list(v.keys), "message": v.message, "nearest": list(v.nearest)}
+                {
+                    "rule": v.rule,
+                    "keys": list(v.keys),
+                    "message": v.message,
+                    "nearest": list(v.nearest),
+                }
                 for v in self.violations
             ],
             "notes": list(self.notes),
@@ -101,12 +122,16 @@ def product(factors: Mapping[str, int], noun: str = "") -> Term:
     """Return a product with its arithmetic: `prompts * responses = 4 * 8 = 32 samples`."""
     number = math.prod(factors.values())
     values = " * ".join(f"{factor:,}" for factor in factors.values())
-    return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
+    return Term(
+        f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number
+    )
 
 
 def times(*factors: object) -> str:
     """Return factors with signs of multiplication between them."""
-    return " \u00d7 ".join(f"{factor:,}" if isinstance(factor, int) else str(factor) for factor in factors)
+    return " \u00d7 ".join(
+        f"{factor:,}" if isinstance(factor, int) else str(factor) for factor in factors
+    )
 
 
 def counted(number: int, noun: str) -> str:

@@ -31,53 +31,119 @@ from rampup.dialects.reading import (
     read_hydra,
     repository_folders,
 )
-from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
-from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
+from rampup.dialects.rollout import (
+    RolloutJob,
+    TrainedModel,
+    batch_meanings,
+    dropped_prompts,
+)
+from rampup.dialects.rules import (
+    Dialect,
+    Rule,
+    Side,
+    apply_if,
+    at_least,
+    equal,
+    found_by_run,
+    multiple,
+    positive,
+    usable,
+)
 from rampup.dialects.verdict import Term, counted, product, rounded_down
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors
 from rampup.rl.plan import RolloutPlan
 
-ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref"))
+ACTOR, ROLLOUT, REF = (
+    f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref")
+)
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
 TRAIN, GEN = (f"data.{name}_batch_size" for name in ("train", "gen"))
 RESPONSES = f"{ROLLOUT}.n"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-MINIS = {"actor": f"{ACTOR}.ppo_mini_batch_size", "critic": "critic.ppo_mini_batch_size"}
+MINIS = {
+    "actor": f"{ACTOR}.ppo_mini_batch_size",
+    "critic": "critic.ppo_mini_batch_size",
+}
 MINI, CRITIC_MINI = MINIS.values()
 BUDGET, EPOCHS = (f"{ACTOR}.ppo_{name}" for name in ("max_token_len_per_gpu", "epochs"))
 # The kinds of passes, and of each: the key of its samples and replica, the deprecated one of the whole job, and whether it is
 # filled by tokens instead (null = as the actor's).
-_PASSES = {"actor": f"{ACTOR}.ppo_", "rollout": f"{ROLLOUT}.log_prob_", "ref": f"{REF}.log_prob_", "critic": "critic.ppo_"}
+_PASSES = {
+    "actor": f"{ACTOR}.ppo_",
+    "rollout": f"{ROLLOUT}.log_prob_",
+    "ref": f"{REF}.log_prob_",
+    "critic": "critic.ppo_",
+}
 MICROS = {kind: f"{start}micro_batch_size_per_gpu" for kind, start in _PASSES.items()}
 OLD_MICROS = {kind: f"{start}micro_batch_size" for kind, start in _PASSES.items()}
-DYNAMICS = {kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz" for kind, start in _PASSES.items()}
-MODEL = {kind: "actor" if kind == "rollout" else kind for kind in _PASSES}  # that makes the passes
+DYNAMICS = {
+    kind: f"{start.removesuffix('ppo_')}use_dynamic_bsz"
+    for kind, start in _PASSES.items()
+}
+MODEL = {
+    kind: "actor" if kind == "rollout" else kind for kind in _PASSES
+}  # that makes the passes
 MICRO, OLD_MICRO, DYNAMIC = (keys["actor"] for keys in (MICROS, OLD_MICROS, DYNAMICS))
 LOG_PROB = MICROS["rollout"]
 WORKERS = f"{ROLLOUT}.agent.num_workers"
-_FSDP = {"actor": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp", "ref": f"{REF}.fsdp_config"}
+_FSDP = {
+    "actor": f"{ACTOR}.fsdp_config",
+    "critic": "critic.fsdp",
+    "ref": f"{REF}.fsdp_config",
+}
 # Devices that share a sequence with FSDP: the key of today and its deprecated name.
-SEQUENCE = {model: f"{section}.ulysses_sequence_parallel_size" for model, section in _FSDP.items()}
-OLD_SEQUENCE = {model: f"{prefix}.ulysses_sequence_parallel_size" for model, prefix in PREFIXES.items()}
-ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
-MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+SEQUENCE = {
+    model: f"{section}.ulysses_sequence_parallel_size"
+    for model, section in _FSDP.items()
+}
+OLD_SEQUENCE = {
+    model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in PREFIXES.items()
+}
+ROLLOUT_SIZES = tuple(
+    f"{ROLLOUT}.{name}_parallel_size"
+    for name in ("tensor_model", "data", "pipeline_model")
+)
+MEGATRON_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+TORCHTITAN_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "context_parallel_size",
+)
 TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
 # The sizes that multiply to the devices that share a sample, by backend; with FSDP it is a sequence's.
-MODEL_SIZES = {"megatron": MEGATRON_SIZES, "torchtitan": TORCHTITAN_SIZES, "veomni": ("ulysses_parallel_size",)}
+MODEL_SIZES = {
+    "megatron": MEGATRON_SIZES,
+    "torchtitan": TORCHTITAN_SIZES,
+    "veomni": ("ulysses_parallel_size",),
+}
 STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
 # The groups of veRL's base files, which decide the backend of all models.
-ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
+ENGINES = {
+    "dp": "fsdp",
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "torchtitan": "torchtitan",
+}
 FILTER = "algorithm.filter_groups.enable"
 REFILL = "trainer.v1.sampler.sync_refill_failed_groups"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."
-ASYNC_BATCHES, ASYNC_SYNC = (f"{ASYNC}{name}" for name in ("require_batches", "trigger_parameter_sync_step"))
+ASYNC_BATCHES, ASYNC_SYNC = (
+    f"{ASYNC}{name}" for name in ("require_batches", "trigger_parameter_sync_step")
+)
 DEVICES, ROLLOUT_DEVICES = (f"{of}.n_gpus_per_node" for of in ("trainer", "rollout"))
 ROLLOUT_NODES = "rollout.nnodes"
 FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
-PACKING = {"actor": "actor_rollout_ref.model.use_remove_padding", "critic": "critic.model.use_remove_padding"}
+PACKING = {
+    "actor": "actor_rollout_ref.model.use_remove_padding",
+    "critic": "critic.model.use_remove_padding",
+}
 MODES = ("sync", "colocate_async", "separate_async")
 WORD = "verl_version"
 VERSIONS = tuple(f"0.{number}" for number in range(1, 10))
@@ -190,7 +256,11 @@ BASES: dict[str, dict[str, Any]] = {
 PROGRAMS = {
     "fully_async_main": "fully_async_ppo_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
-    **{f"main_{name.removesuffix('_trainer')}": name for name in BASES if name.endswith("_trainer") and "ppo" not in name},
+    **{
+        f"main_{name.removesuffix('_trainer')}": name
+        for name in BASES
+        if name.endswith("_trainer") and "ppo" not in name
+    },
     "": "ppo_trainer",
 }
 LAUNCH = Launch(
@@ -202,8 +272,25 @@ LAUNCH = Launch(
     example="python3 -m verl.trainer.main_ppo key=value",
     entries=KEYS,
     groups=(
-        *("reward_model", "reward", "custom_reward_function", "ray_kwargs", "ray_init", "global_profiler", "transfer_queue"),
-        *("async_training", "rollout", "distillation", "hydra", "env", "model", "optim", "engine"),
+        *(
+            "reward_model",
+            "reward",
+            "custom_reward_function",
+            "ray_kwargs",
+            "ray_init",
+            "global_profiler",
+            "transfer_queue",
+        ),
+        *(
+            "async_training",
+            "rollout",
+            "distillation",
+            "hydra",
+            "env",
+            "model",
+            "optim",
+            "engine",
+        ),
     ),
     bases=BASES,
     version="August 2026",
@@ -222,18 +309,37 @@ _PROGRAMS = re.compile(
     r"|(?:main_[^/]*)?"
 )
 _NUMBER = re.compile(r"v?(\d+)\.(\d+)([\w.]*)")
-_PIN = re.compile(r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)")
-_PINNED = ("requirements*.txt", "pyproject.toml", "setup.py", "setup.cfg", "environment*.y*ml", "Dockerfile*")
+_PIN = re.compile(
+    r"(?m)^[^#\n]*\bverl(?:\[[\w,\- ]*\])?(?:\s*==\s*|(?:\.git)?@)v?(\d+\.(\d+)[\w.]*)"
+)
+_PINNED = (
+    "requirements*.txt",
+    "pyproject.toml",
+    "setup.py",
+    "setup.cfg",
+    "environment*.y*ml",
+    "Dockerfile*",
+)
 _MANY = 50  # a file with so many keys is a base file of its version
 _LAST_OF_OLD_WORKERS = 7
 # Key: its value until a version, that of 0.9 since then.
 _UNTIL: Mapping[str, tuple[int, Any]] = {
-    **{OLD_MICROS[kind]: (1, size) for kind, size in {"actor": 64, "rollout": 128, "ref": 128, "critic": 64}.items()},
+    **{
+        OLD_MICROS[kind]: (1, size)
+        for kind, size in {
+            "actor": 64,
+            "rollout": 128,
+            "ref": 128,
+            "critic": 64,
+        }.items()
+    },
     **dict.fromkeys(PACKING.values(), (6, False)),
     f"{ROLLOUT}.mode": (6, "sync"),
     "trainer.use_v1": (8, False),
 }
-_Evidence = tuple[Collection[int], str]  # the versions that are possible, the likeliest first, and why
+_Evidence = tuple[
+    Collection[int], str
+]  # the versions that are possible, the likeliest first, and why
 
 
 def old_defaults(version: int) -> dict[str, Any]:
@@ -254,25 +360,50 @@ def _stated_version(text: str) -> int:
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a source as Hydra does, by the rules of its version, which the user states of a program that is not veRL's."""
-    stated = [setting.partition("=")[2] for setting in overrides if setting.startswith(f"{WORD}=")]
+    stated = [
+        setting.partition("=")[2]
+        for setting in overrides
+        if setting.startswith(f"{WORD}=")
+    ]
     others = [setting for setting in overrides if not setting.startswith(f"{WORD}=")]
 
     def choose(reading: Reading, beside: Mapping[str, Located]) -> Version:
-        texts = stated or ([str(reading.leaves[WORD].value)] if WORD in reading.leaves else [])
-        found = ([_stated_version(texts[-1])], f"{WORD} says so") if texts else _find_versions(reading, beside)
+        texts = stated or (
+            [str(reading.leaves[WORD].value)] if WORD in reading.leaves else []
+        )
+        found = (
+            ([_stated_version(texts[-1])], f"{WORD} says so")
+            if texts
+            else _find_versions(reading, beside)
+        )
         (version, *possible), why = found
         name = VERSIONS[version - 1]
         is_default = version == NEWEST and not why
-        notes = [] if is_default else [f"the rules are those of veRL {name}: {why}. {WORD}=... chooses another."]
+        notes = (
+            []
+            if is_default
+            else [
+                f"the rules are those of veRL {name}: {why}. {WORD}=... chooses another."
+            ]
+        )
         command = reading.command
-        if is_fork := command is not None and not _PROGRAMS.fullmatch(program_of(command)):
+        if is_fork := command is not None and not _PROGRAMS.fullmatch(
+            program_of(command)
+        ):
             said = f"this starts {program_of(command)}, a trainer of a fork: its rules may differ from those of veRL"
             if not stated:
                 said = f"unknown, a fork: {said}. If it follows them, say which: {WORD}={name}"
-                raise ConfigError(said, key=WORD, path=command.path, line=command.line or None)
+                raise ConfigError(
+                    said, key=WORD, path=command.path, line=command.line or None
+                )
             notes.append(f"{said}.")
         defaults = {WORD: name, **old_defaults(version)}
-        return Version(defaults=defaults, notes=notes, others=tuple(VERSIONS[other - 1] for other in possible), is_fork=is_fork)
+        return Version(
+            defaults=defaults,
+            notes=notes,
+            others=tuple(VERSIONS[other - 1] for other in possible),
+            is_fork=is_fork,
+        )
 
     return read_hydra(source, others, launch, choose)
 
@@ -290,22 +421,39 @@ def _find_versions(reading: Reading, beside: Mapping[str, Located]) -> _Evidence
     }
     if file := next(_statements(reading.path), None):
         possible, why = file
-        return sorted(possible, key=lambda version: (len(misfits[version]), -version)), why
+        return sorted(
+            possible, key=lambda version: (len(misfits[version]), -version)
+        ), why
     leaves = beside or (reading.leaves if reading.command is None else {})
     own = {known.name(key) for key in leaves}
     if len(own) >= _MANY:
         files = {version: known.in_version(version) for version in misfits}
-        best = max(files, key=lambda version: len(own & files[version]) / len(own | files[version]))
-        return [best], f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys of that version"
+        best = max(
+            files,
+            key=lambda version: len(own & files[version]) / len(own | files[version]),
+        )
+        return (
+            [best],
+            f"{_short(Path(next(iter(leaves.values())).path or ''))} has the keys of that version",
+        )
     versions, why = [*misfits], ""
     given = {key for key, place in reading.leaves.items() if place.value is not None}
-    old = [key for kind, key in OLD_MICROS.items() if key in given and MICROS[kind] not in reading.leaves]
+    old = [
+        key
+        for kind, key in OLD_MICROS.items()
+        if key in given and MICROS[kind] not in reading.leaves
+    ]
     if old and reading.command is not None:
-        versions, why = versions[:_LAST_OF_OLD_WORKERS], f"later versions do not read {old[0]}"
+        versions, why = (
+            versions[:_LAST_OF_OLD_WORKERS],
+            f"later versions do not read {old[0]}",
+        )
     least = min(len(misfits[version]) for version in versions)
     fitting = [version for version in versions if len(misfits[version]) == least][::-1]
     if len(misfits[NEWEST]) > least:
-        unfit = next(name for name in misfits[NEWEST] if name not in misfits[fitting[0]])
+        unfit = next(
+            name for name in misfits[NEWEST] if name not in misfits[fitting[0]]
+        )
         why = f"{unfit} does not fit later versions"
     return fitting, why
 
@@ -314,11 +462,22 @@ def _statements(path: str) -> Iterator[_Evidence]:
     """Yield the versions that files say, from the source upwards."""
     for file in find_in_repository(path, "verl/version/version"):
         if file.is_file() and (match := _NUMBER.match(text := read_text(file).strip())):
-            yield _of_version_file(int(match[1]), int(match[2]), match[3]), f"{_short(file)} says {text}"
+            yield (
+                _of_version_file(int(match[1]), int(match[2]), match[3]),
+                f"{_short(file)} says {text}",
+            )
     for folder in repository_folders(path):
-        for file in (file for pattern in _PINNED for file in sorted(folder.glob(pattern)) if file.is_file()):
+        for file in (
+            file
+            for pattern in _PINNED
+            for file in sorted(folder.glob(pattern))
+            if file.is_file()
+        ):
             if match := _PIN.search(read_text(file)):
-                yield [min(max(int(match[2]), 1), NEWEST)], f"{_short(file)} pins {match[1]}"
+                yield (
+                    [min(max(int(match[2]), 1), NEWEST)],
+                    f"{_short(file)} pins {match[1]}",
+                )
 
 
 def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
@@ -329,7 +488,9 @@ def _of_version_file(major: int, minor: int, rest: str) -> Collection[int]:
         return [1, 2]
     if "dev" not in rest:
         return [minor]
-    return {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}.get(minor, [minor - 1, minor])
+    return {2: [2, 3, 4], 3: [3, 4], 4: [4, 5], 5: [5, 6]}.get(
+        minor, [minor - 1, minor]
+    )
 
 
 def _short(file: Path) -> str:
@@ -339,17 +500,30 @@ def _short(file: Path) -> str:
 CRITIC_BUDGET = 32_768
 COUNTS = (
     *(GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
-    *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
+    *(
+        OLD_SEQUENCE["actor"],
+        SEQUENCE["actor"],
+        f"{ACTOR}.veomni.ulysses_parallel_size",
+    ),
     *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
-    *(f"{ACTOR}.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
+    *(
+        f"{ACTOR}.torchtitan.{name}"
+        for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)
+    ),
     *(OLD_SEQUENCE["ref"], SEQUENCE["ref"], f"{REF}.veomni.ulysses_parallel_size"),
     *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
 )
-STATIC_COUNTS = tuple(keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS))
+STATIC_COUNTS = tuple(
+    keys[kind] for kind in ("actor", "rollout", "ref") for keys in (OLD_MICROS, MICROS)
+)
 CRITIC_COUNTS = (
     *(CRITIC_MINI, OLD_MICROS["critic"], MICROS["critic"], "critic.ppo_epochs"),
-    *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
+    *(
+        OLD_SEQUENCE["critic"],
+        SEQUENCE["critic"],
+        "critic.veomni.ulysses_parallel_size",
+    ),
     *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
 )
 
@@ -359,12 +533,24 @@ class VerlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        if any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others):
-            raise ConfigError("the recipe gkd has a trainer of its own, which the rules of veRL do not cover", key="teacher")
+        if any(
+            name.startswith(("actor_rollout_ref.teacher.", "teacher."))
+            for name in settings.others
+        ):
+            raise ConfigError(
+                "the recipe gkd has a trainer of its own, which the rules of veRL do not cover",
+                key="teacher",
+            )
         self.era = VERSIONS.index(self[WORD]) + 1  # the version, counted from 0.1
-        self.version = "veRL of August 2026 (1dda039)" if self.era == NEWEST else f"veRL {self[WORD]}"
+        self.version = (
+            "veRL of August 2026 (1dda039)"
+            if self.era == NEWEST
+            else f"veRL {self[WORD]}"
+        )
         # Whether passes are filled by tokens (dynamic) or by a fixed number of samples (static).
-        self.dynamic = {kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()}
+        self.dynamic = {
+            kind: bool(self._or(key, self[DYNAMIC])) for kind, key in DYNAMICS.items()
+        }
         self._choose_trainer()
         self._choose_backends()
         self._count_replicas()
@@ -375,23 +561,47 @@ class VerlJob(RolloutJob):
     def _choose_trainer(self) -> None:
         """Decide which trainer and workers run, and which models."""
         # Workers until 0.7, which read the whole job's micro sizes and whose last mini batch and pass may be smaller.
-        self.old_workers = self.era <= _LAST_OF_OLD_WORKERS and self["trainer.use_legacy_worker_impl"] != "disable"
-        self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
-        has_ref = self.era <= 3 or self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
-        self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if has_ref else []))
+        self.old_workers = (
+            self.era <= _LAST_OF_OLD_WORKERS
+            and self["trainer.use_legacy_worker_impl"] != "disable"
+        )
+        self.has_critic = bool(
+            self._or("critic.enable", self["algorithm.adv_estimator"] == "gae")
+        )
+        has_ref = (
+            self.era <= 3
+            or self["algorithm.use_kl_in_reward"]
+            or self[f"{ACTOR}.use_kl_loss"]
+        )
+        self.models = (
+            "actor",
+            *(["critic"] if self.has_critic else []),
+            *(["ref"] if has_ref else []),
+        )
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
         # Other trainers borrow some of its keys, such as partial_rollout.
         given = any(self[key] is not None for key in (ASYNC_BATCHES, ASYNC_SYNC))
-        self.fully_async = given or (self[TRAIN] == 0 and any(key.startswith(ASYNC) for key in self.settings.others))
-        self.v1: bool = self["trainer.use_v1"] and not self.fully_async and self.era >= 9  # the newer trainer, which pads
+        self.fully_async = given or (
+            self[TRAIN] == 0
+            and any(key.startswith(ASYNC) for key in self.settings.others)
+        )
+        self.v1: bool = (
+            self["trainer.use_v1"] and not self.fully_async and self.era >= 9
+        )  # the newer trainer, which pads
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
-        self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
+        self.sync_step: int = (
+            self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
+        )
         # Whether processes generate, each an equal share of the samples.
         is_older = not self.v1 and not self.fully_async
-        self.has_agents = is_older and (self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async"))
+        self.has_agents = is_older and (
+            self.era >= 9 or (self.era >= 5 and self[f"{ROLLOUT}.mode"] == "async")
+        )
         # Whether the check looks at the samples of a step: none in 0.1, and since 0.6 only a static one.
-        self.checks_step = self.era >= 2 and (not self.dynamic["actor"] or self.era <= 5)
+        self.checks_step = self.era >= 2 and (
+            not self.dynamic["actor"] or self.era <= 5
+        )
 
     def _choose_backends(self) -> None:
         """Decide the backend of each model."""
@@ -399,22 +609,39 @@ class VerlJob(RolloutJob):
         grouped = any("@" in name for name in self.settings.others)
         self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
         # Only FSDP's base files, or none, leave the backend to the strategy. The critic's default is then the actor's.
-        chosen = [self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None for section in (ACTOR, "critic")]
+        chosen = [
+            self[f"{section}.strategy"] if self.engine in (None, "fsdp") else None
+            for section in (ACTOR, "critic")
+        ]
         actor: str = chosen[0] or self.engine or "fsdp"
-        self.strategies = {"actor": actor, "critic": chosen[1] or self.engine or actor, "ref": actor}
+        self.strategies = {
+            "actor": actor,
+            "critic": chosen[1] or self.engine or actor,
+            "ref": actor,
+        }
         if self.era <= 3 and "megatron" in self.strategies.values():
             said = f"the rules of veRL {self[WORD]} cover FSDP, not Megatron; {WORD}=0.4 or later covers both"
             raise ConfigError(said, key=f"{ACTOR}.strategy")
         # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
-        self.checked_as_megatron = actor == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
-        self.checks_megatron = self.checked_as_megatron and self.checks_step and not self.fully_async
+        self.checked_as_megatron = actor == "megatron" and self[
+            f"{ACTOR}.strategy"
+        ] in (None, "megatron")
+        self.checks_megatron = (
+            self.checked_as_megatron and self.checks_step and not self.fully_async
+        )
 
     def _count_replicas(self) -> None:
         """Count the devices that share one sample, and replicas; a number of devices that does not divide is rounded down."""
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
-        if self.fully_async or self[ROLLOUT_NODES] is not None or self[ROLLOUT_DEVICES] is not None:
-            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(ROLLOUT_DEVICES, 8)
+        if (
+            self.fully_async
+            or self[ROLLOUT_NODES] is not None
+            or self[ROLLOUT_DEVICES] is not None
+        ):
+            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(
+                ROLLOUT_DEVICES, 8
+            )
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
         self.model_sizes: dict[str, int] = {}
         self.replicas: dict[str, int] = {}
@@ -424,36 +651,62 @@ class VerlJob(RolloutJob):
         if self.old_workers:
             old |= {"critic": self[OLD_SEQUENCE["critic"]], "ref": actor}
         for model, strategy in self.strategies.items():
-            self.model_sizes[model] = old[model] if old[model] > 1 or self.old_workers else self[SEQUENCE[model]]
+            self.model_sizes[model] = (
+                old[model]
+                if old[model] > 1 or self.old_workers
+                else self[SEQUENCE[model]]
+            )
             if strategy in MODEL_SIZES:
                 self.model_sizes[model] = self._product(model, MODEL_SIZES[strategy])
             self.replicas[model] = self.devices // max(self.model_sizes[model], 1)
             if strategy == "torchtitan":
                 self.replicas[model] = self._product(model, TORCHTITAN_REPLICAS)
         has_counts = not any(rule.is_broken(self) for rule in POSITIVE)
-        self.usable = has_counts and all(self.replicas[model] >= 1 for model in self.models)
+        self.usable = has_counts and all(
+            self.replicas[model] >= 1 for model in self.models
+        )
 
     def _count_step(self) -> None:
         """Count the prompts and samples of a step, with padding."""
         self.samples_per_prompt: int = self[RESPONSES]
         # The older trainer's data loader returns gen_batch_size prompts if that is set. DAPO's generates until train_batch_size
         # prompts are left, and the asynchronous one waits for some mini batches.
-        self.prompts: int = self[TRAIN] if self.v1 or self[FILTER] else self._or(GEN, self[TRAIN])
+        self.prompts: int = (
+            self[TRAIN] if self.v1 or self[FILTER] else self._or(GEN, self[TRAIN])
+        )
         if self.fully_async:
             self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
         # The newer trainer fetches prompts one by one where the number that it needs is not known before.
-        self.fetches_one = self.v1 and (self.mode != "sync" or self[FILTER] or self[REFILL])
+        self.fetches_one = self.v1 and (
+            self.mode != "sync" or self[FILTER] or self[REFILL]
+        )
         # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
         self.minimal_batch: int | None = self.devices
         if self.checked_as_megatron:
-            self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
-        self.longest: int = sum(self[key] for key in LENGTHS)  # tokens of the longest sequence
+            self.minimal_batch = (
+                None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
+            )
+        self.longest: int = sum(
+            self[key] for key in LENGTHS
+        )  # tokens of the longest sequence
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
         self.part_samples = self.samples // self.sync_step
-        minis = [self[MINI], *([self.effective(CRITIC_MINI)] if self.has_critic else [])]
-        needed = math.lcm(self.replicas["actor"], *(mini * self.samples_per_prompt for mini in minis)) if self.v1 else 1
+        minis = [
+            self[MINI],
+            *([self.effective(CRITIC_MINI)] if self.has_critic else []),
+        ]
+        needed = (
+            math.lcm(
+                self.replicas["actor"],
+                *(mini * self.samples_per_prompt for mini in minis),
+            )
+            if self.v1
+            else 1
+        )
         self.padded_part_samples = -(-self.part_samples // needed) * needed
-        self.padded_samples = (self.padded_part_samples - self.part_samples) * self.sync_step
+        self.padded_samples = (
+            self.padded_part_samples - self.part_samples
+        ) * self.sync_step
 
     def _count_updates(self) -> None:
         """Count what the actor and the critic train on in an update, and the actor's passes."""
@@ -467,18 +720,42 @@ class VerlJob(RolloutJob):
         self.micro = None if is_dynamic else self.pass_size("actor")
         # FSDP's workers of 0.2 have no loop over epochs.
         epochs = 1 if self.era == 2 else self[EPOCHS]
-        self.mini_shares: dict[str, int] = {}  # samples of an update and replica, also if a step has fewer
-        self._train("actor", self[MINI], micro=self.micro, tokens=self.token_budget if is_dynamic else None, epochs=epochs)
+        self.mini_shares: dict[
+            str, int
+        ] = {}  # samples of an update and replica, also if a step has fewer
+        self._train(
+            "actor",
+            self[MINI],
+            micro=self.micro,
+            tokens=self.token_budget if is_dynamic else None,
+            epochs=epochs,
+        )
         if self.has_critic:
             # Its engine since 0.8 fills its passes by tokens in any case.
             is_static = self.old_workers and not self.dynamic["critic"]
             micro = self.pass_size("critic") if is_static else None
-            budget = self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"]
-            tokens = None if is_static else budget if self.old_workers else CRITIC_BUDGET
-            critic_epochs = epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
-            self._train("critic", self.effective(CRITIC_MINI), micro=micro, tokens=tokens, epochs=critic_epochs)
+            budget = (
+                self["critic.ppo_max_token_len_per_gpu"] * self.model_sizes["critic"]
+            )
+            tokens = (
+                None if is_static else budget if self.old_workers else CRITIC_BUDGET
+            )
+            critic_epochs = (
+                epochs if self.era == 2 else self._or("critic.ppo_epochs", epochs)
+            )
+            self._train(
+                "critic",
+                self.effective(CRITIC_MINI),
+                micro=micro,
+                tokens=tokens,
+                epochs=critic_epochs,
+            )
         if self.micro:
-            self.passes = -(-self.policy.share // self.micro) if self.old_workers else self.policy.share // self.micro
+            self.passes = (
+                -(-self.policy.share // self.micro)
+                if self.old_workers
+                else self.policy.share // self.micro
+            )
         # The data loader of fully asynchronous training gives prompts one by one: only the end of the run is dropped.
         self.read_data(self["trainer.total_epochs"], joined=self.fully_async)
 
@@ -486,21 +763,38 @@ class VerlJob(RolloutJob):
         """Add a model that is trained. The older workers round its share of a mini batch down, and cut what there is."""
         replicas = self.replicas[name]
         # Until 0.3 the critic's mini batch counts samples.
-        samples = mini_batch if name == "critic" and self.era <= 3 else mini_batch * self.samples_per_prompt
+        samples = (
+            mini_batch
+            if name == "critic" and self.era <= 3
+            else mini_batch * self.samples_per_prompt
+        )
         self.mini_shares[name] = samples // replicas
         if self.old_workers:
             samples = min(self.mini_shares[name], self.step_share(name)) * replicas
-        self.trained[name] = TrainedModel(name=name, mini_batch=mini_batch, mini_samples=samples, replicas=replicas, **sizes)
+        self.trained[name] = TrainedModel(
+            name=name,
+            mini_batch=mini_batch,
+            mini_samples=samples,
+            replicas=replicas,
+            **sizes,
+        )
 
     def pass_size(self, kind: str) -> int | None:
         """Return the samples of a pass: the key of today, or what the older workers make of the whole job's size."""
         own: int | None = self[MICROS[kind]]
         old: int | None = self[OLD_MICROS[kind]]
-        return old // self.replicas[MODEL[kind]] if self.old_workers and old is not None else own
+        return (
+            old // self.replicas[MODEL[kind]]
+            if self.old_workers and old is not None
+            else own
+        )
 
     def is_static(self, kind: str) -> bool:
         """Return whether the check looks at the samples of these passes."""
-        return MODEL[kind] in self.models and not self.dynamic["critic" if kind == "critic" else "actor"]
+        return (
+            MODEL[kind] in self.models
+            and not self.dynamic["critic" if kind == "critic" else "actor"]
+        )
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -524,17 +818,31 @@ class VerlJob(RolloutJob):
             return []
         sections = [name for name in MODEL_SIZES if name != self.engine]
         sections += [] if self.engine == "fsdp" else ["fsdp_config", "fsdp"]
-        foreign = tuple(f"{PREFIXES[model]}.{section}." for model in self.models for section in sections)
-        return sorted(name for name in {*self.settings.given, *self.settings.others} if name.startswith(foreign))
+        foreign = tuple(
+            f"{PREFIXES[model]}.{section}."
+            for model in self.models
+            for section in sections
+        )
+        return sorted(
+            name
+            for name in {*self.settings.given, *self.settings.others}
+            if name.startswith(foreign)
+        )
 
     def unknown_keys(self) -> dict[str, Located]:
         """Return the keys that Hydra looks up and no base file of this version has."""
         known = load_known_keys("verl")
-        return {name: place for name, place in self.settings.looked_up.items() if not known.has(name, self.era)}
+        return {
+            name: place
+            for name, place in self.settings.looked_up.items()
+            if not known.has(name, self.era)
+        }
 
     def at_version(self, version: str) -> VerlJob:
         """Return the job of the same file with the rules of another version."""
-        before, after = (old_defaults(VERSIONS.index(name) + 1) for name in (self[WORD], version))
+        before, after = (
+            old_defaults(VERSIONS.index(name) + 1) for name in (self[WORD], version)
+        )
         values = {**self.settings.values, WORD: version}
         for key in {*before, *after} - self.settings.given:
             if self[key] == before.get(key, KEYS[key].default):
@@ -544,7 +852,13 @@ class VerlJob(RolloutJob):
     def _product(self, model: str, names: Iterable[str]) -> int:
         """Return the product of sizes of a model's backend; an unset one is the actor's."""
         strategy = self.strategies[model]
-        return math.prod(self._or(f"{PREFIXES[model]}.{strategy}.{name}", self[f"{ACTOR}.{strategy}.{name}"]) for name in names)
+        return math.prod(
+            self._or(
+                f"{PREFIXES[model]}.{strategy}.{name}",
+                self[f"{ACTOR}.{strategy}.{name}"],
+            )
+            for name in names
+        )
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples, with those of the padding."""
@@ -558,8 +872,15 @@ class VerlJob(RolloutJob):
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
-        is_cut = any(model.mini_samples != model.mini_batch * self.samples_per_prompt for model in self.trained.values())
-        return None if self.padded_samples or self.sync_step > 1 or is_cut else self.rollout_plan()
+        is_cut = any(
+            model.mini_samples != model.mini_batch * self.samples_per_prompt
+            for model in self.trained.values()
+        )
+        return (
+            None
+            if self.padded_samples or self.sync_step > 1 or is_cut
+            else self.rollout_plan()
+        )
 
 
 def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
@@ -568,31 +889,60 @@ def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     if not job.fully_async:
         prompts = TRAIN if job.prompts == job[TRAIN] else GEN
     yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
-    size = f"{job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})"
+    size = (
+        f"{job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})"
+    )
     replicas = f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch"
     yield f"{counted(job.devices, 'device')} / {size}", replicas
     if job.dynamic["actor"]:
-        yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
+        yield (
+            BUDGET,
+            f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}",
+        )
     else:
-        yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
-        passes = counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
-        yield LOG_PROB, f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}"
+        yield (
+            MICRO,
+            f"samples per replica (not per device): {job.passes_text} per optimizer step",
+        )
+        passes = (
+            counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
+        )
+        yield (
+            LOG_PROB,
+            f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}",
+        )
     if job.padded_samples:
-        yield "", f"{counted(job.padded_samples, 'short artificial sample')} added to each step"
-    if ROLLOUT_SIZES[0] in job.settings.given and job.rollout_devices % job.rollout_size == 0:
-        yield ROLLOUT_SIZES[0], f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate"
+        yield (
+            "",
+            f"{counted(job.padded_samples, 'short artificial sample')} added to each step",
+        )
+    if (
+        ROLLOUT_SIZES[0] in job.settings.given
+        and job.rollout_devices % job.rollout_size == 0
+    ):
+        yield (
+            ROLLOUT_SIZES[0],
+            f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate",
+        )
     if job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices:
         copies = counted(job.devices // job[FSDP_SIZE], "copy")
-        yield FSDP_SIZE, f"{copies} of the model, each over {counted(job[FSDP_SIZE], 'device')}"
+        yield (
+            FSDP_SIZE,
+            f"{copies} of the model, each over {counted(job[FSDP_SIZE], 'device')}",
+        )
 
 
 def _outcome(job: VerlJob) -> str:
     """Return what a run does, in a few words."""
     if broken := [rule.name.partition(".")[2] for rule in RULES if rule.is_broken(job)]:
         return f"{', '.join(broken[:2])} broken"
-    updates = f"{counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}"
+    updates = (
+        f"{counted(job.updates(job.policy), 'update')} of {job.policy.mini_samples:,}"
+    )
     passes = [] if job.passes is None else [counted(job.passes, "pass")]
-    padding = [f"{job.padded_samples:,} artificial samples"] if job.padded_samples else []
+    padding = (
+        [f"{job.padded_samples:,} artificial samples"] if job.padded_samples else []
+    )
     return ", ".join([counted(job.samples, "sample"), updates, *passes, *padding])
 
 
@@ -604,13 +954,17 @@ def _other_versions(job: VerlJob) -> Iterator[str]:
             if (text := _outcome(job.at_version(version))) != own:
                 groups.setdefault(text, []).append(version)
     if groups:
-        said = "; ".join(f"{', '.join(versions)}: {text}" for text, versions in groups.items())
+        said = "; ".join(
+            f"{', '.join(versions)}: {text}" for text, versions in groups.items()
+        )
         yield f"the source fits other versions of veRL, which decide otherwise ({said}); {WORD}=... chooses one."
 
 
 def _notes(job: VerlJob) -> Iterator[str]:
     yield from _other_versions(job)
-    if (only := job.settings.others.get("trainer.val_only")) is not None and only.value is True:
+    if (
+        only := job.settings.others.get("trainer.val_only")
+    ) is not None and only.value is True:
         yield "trainer.val_only: the run validates and ends, and trains on nothing."
     if job.old_workers:
         rest = job.step_share() % max(job.mini_shares["actor"], 1)
@@ -627,7 +981,9 @@ def _notes(job: VerlJob) -> Iterator[str]:
     if job.fully_async:
         taken = f"{ASYNC_BATCHES} = {counted(job.num_mini_batches(job.policy), 'mini batch')}"
         weights = f"the generator gets new weights every {counted(job[ASYNC_SYNC] or 4, 'step')}"
-        queue = f"a step takes {taken} from the queue of generated samples, and {weights}"
+        queue = (
+            f"a step takes {taken} from the queue of generated samples, and {weights}"
+        )
         yield f"fully asynchronous training, which does not call veRL's check: {queue}, so samples may be older than that."
     for model in job.models:
         if job.devices % job.model_sizes[model]:
@@ -654,11 +1010,17 @@ def _notes(job: VerlJob) -> Iterator[str]:
             yield f"until veRL 0.3 {CRITIC_MINI} counts samples, not prompts."
         if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
             yield "there is a critic because algorithm.adv_estimator is gae by default."
-    deprecated = [*((OLD_MICROS[kind], MICROS[kind]) for kind in MICROS), (OLD_SEQUENCE["actor"], SEQUENCE["actor"])]
+    deprecated = [
+        *((OLD_MICROS[kind], MICROS[kind]) for kind in MICROS),
+        (OLD_SEQUENCE["actor"], SEQUENCE["actor"]),
+    ]
     for old, new in deprecated:
         if old in job.settings.given and job[old] is not None and not job.old_workers:
             yield f"{old} is deprecated; use {new}."
-    if not job.settings.given & set(ROLLOUT_SIZES) and job.rollout_devices % job.rollout_size:
+    if (
+        not job.settings.given & set(ROLLOUT_SIZES)
+        and job.rollout_devices % job.rollout_size
+    ):
         default = f"{ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default"
         devices = counted(job.rollout_devices, "device")
         yield f"the file does not size the inference engines, and {default}, which does not divide {devices}."
@@ -673,12 +1035,23 @@ def _notes(job: VerlJob) -> Iterator[str]:
         yield from dropped_prompts(job)
     generated = job[GEN]
     if job.fetches_one and generated not in (None, 1):
-        why = f"trainer_mode={job.mode}" if job.mode != "sync" else FILTER if job[FILTER] else REFILL
+        why = (
+            f"trainer_mode={job.mode}"
+            if job.mode != "sync"
+            else FILTER
+            if job[FILTER]
+            else REFILL
+        )
         yield f"{why} sets {GEN} to 1, regardless of the file."
     elif job[FILTER] and not job.v1:
         kept = f"{TRAIN}={job[TRAIN]:,} of them have responses that are not all alike"
         yield f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until {kept}; the rest are dropped."
-    elif generated is not None and not job.v1 and not job.fully_async and job.prompts != job[TRAIN]:
+    elif (
+        generated is not None
+        and not job.v1
+        and not job.fully_async
+        and job.prompts != job[TRAIN]
+    ):
         yield f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."
     yield "the learning rate advances once per training step, not per optimizer step."
 
@@ -693,7 +1066,10 @@ def _replicas(model: str) -> Side[VerlJob]:
 
 
 def _model_size(model: str) -> Side[VerlJob]:
-    return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
+    return (
+        f"the {model}'s tensor * pipeline * context parallel size = {{:,}}",
+        lambda job: job.model_sizes[model],
+    )
 
 
 def _model_starts(model: str) -> Rules:
@@ -717,7 +1093,9 @@ def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
     old, new = OLD_MICROS[kind], MICROS[kind]
 
-    def follows(job: VerlJob) -> bool:  # since 0.5 the default of the critic's micro size is the deprecated key
+    def follows(
+        job: VerlJob,
+    ) -> bool:  # since 0.5 the default of the critic's micro size is the deprecated key
         return kind == "critic" and new not in job.settings.given and job.era >= 5
 
     def new_value(job: VerlJob) -> Any:
@@ -739,8 +1117,13 @@ def _one_of_two(kind: str, total: Callable[[VerlJob], int]) -> Rules:
 def _checked_model(name: str) -> Rules:
     """Return what the check asks of the actor or the critic. A deprecated micro size counts the samples of the whole job."""
     prefix = "" if name == "actor" else "critic_"
-    micro, sequence, packing = (keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING))
-    mini: Side[VerlJob] = (f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch)
+    micro, sequence, packing = (
+        keys[name] for keys in (OLD_MICROS, OLD_SEQUENCE, PACKING)
+    )
+    mini: Side[VerlJob] = (
+        f"{MINIS[name]}={{:,}}",
+        lambda job: job.trained[name].mini_batch,
+    )
 
     def is_fsdp(job: VerlJob) -> bool:
         return job.strategies[name].startswith("fsdp")
@@ -750,10 +1133,17 @@ def _checked_model(name: str) -> Rules:
 
     def packs(job: VerlJob) -> bool:  # until 0.4 only with the strategy `fsdp` itself
         reads = name == "actor" or (job.old_workers and job.has_critic)
-        return reads and job[sequence] > 1 and (job.strategies[name] == "fsdp" or (is_fsdp(job) and job.era >= 5))
+        return (
+            reads
+            and job[sequence] > 1
+            and (job.strategies[name] == "fsdp" or (is_fsdp(job) and job.era >= 5))
+        )
 
     def near(job: VerlJob) -> list[int | None]:
-        whole = sorted(divisors(job.trained[name].mini_batch), key=lambda n: (abs(n - job[micro]), n))
+        whole = sorted(
+            divisors(job.trained[name].mini_batch),
+            key=lambda n: (abs(n - job[micro]), n),
+        )
         return [*whole, *range(job.devices, job.devices + 64), None]
 
     return [
@@ -770,9 +1160,15 @@ def _checked_model(name: str) -> Rules:
 
 
 def _minimal_batch(job: VerlJob) -> Term:
-    text = "the replicas times the micro batch size" if job.strategies["actor"] == "megatron" else "the devices"
+    text = (
+        "the replicas times the micro batch size"
+        if job.strategies["actor"] == "megatron"
+        else "the devices"
+    )
     if job.strategies["actor"] != "megatron" and job.replicas["actor"] != job.devices:
-        needed = f"the run itself would need only the {job.replicas['actor']:,} replicas"
+        needed = (
+            f"the run itself would need only the {job.replicas['actor']:,} replicas"
+        )
         text += f" ({needed}: the check ignores that devices share a sequence)"
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
 
@@ -782,7 +1178,12 @@ def _strategy_fits(name: str, *, checked: bool) -> Rule[VerlJob]:
     key = f"{PREFIXES[name]}.strategy"
 
     def applies(job: VerlJob) -> bool:
-        is_read = name == "actor" and job.foreign_strategy(key) == "megatron" and job.is_static(name) and not job.fully_async
+        is_read = (
+            name == "actor"
+            and job.foreign_strategy(key) == "megatron"
+            and job.is_static(name)
+            and not job.fully_async
+        )
         return name in job.models and checked == is_read
 
     return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
@@ -827,7 +1228,9 @@ _CHECK += [
 
 def _listed(keys: Mapping[str, Located], most: int = 4) -> str:
     shown = with_lines(keys)
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+    return ", ".join(shown[:most]) + (
+        f" and {len(shown) - most} more" if len(shown) > most else ""
+    )
 
 
 def _per_gpu_needed(kind: str, when: Condition) -> Rule[VerlJob]:
@@ -887,7 +1290,10 @@ def _old_worker(name: str) -> Rules:
     def divides(job: VerlJob) -> bool:
         return job.era not in (2, 3) or job[OLD_MICROS[name]] is not None
 
-    share: Side[VerlJob] = ("each replica's {:,} samples of a mini batch", lambda job: job.mini_shares[name])
+    share: Side[VerlJob] = (
+        "each replica's {:,} samples of a mini batch",
+        lambda job: job.mini_shares[name],
+    )
     micro: Side[VerlJob] = ("the {:,} of a pass", size)
     keys = (MICROS[name], OLD_MICROS[name], MINIS[name])
     return apply_if(lambda job: job.old_workers and name in job.models, [
@@ -970,4 +1376,11 @@ RULES: Rules = [
     *[rule for model in PREFIXES for rule in _model_starts(model)],
     *apply_if(usable, [*_CHECK, *found_by_run(_RUN)]),
 ]  # fmt: skip
-DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)
+DIALECT = Dialect(
+    job=VerlJob,
+    rules=RULES,
+    meanings=_meanings,
+    notes=_notes,
+    reader=read,
+    launch=LAUNCH,
+)

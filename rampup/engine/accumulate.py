@@ -20,18 +20,44 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from rampup.engine.contract import Counts, LossFn, SummableLoss, check_results, check_signature, explained
+from rampup.engine.contract import (
+    Counts,
+    LossFn,
+    SummableLoss,
+    check_results,
+    check_signature,
+    explained,
+)
 from rampup.engine.explicit import call_with_auto_axes, with_explicit_axes
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints, replicated
+from rampup.engine.mesh import (
+    STAGE,
+    BatchAxes,
+    auto_view,
+    constrain_leaves,
+    own_constraints,
+    replicated,
+)
 from rampup.engine.replicas import Replicas
-from rampup.engine.sums import Recipe, Sums, as_summed, fill, floating, largest, safe_reciprocal, split_trained, sum_of_means
+from rampup.engine.sums import (
+    Recipe,
+    Sums,
+    as_summed,
+    fill,
+    floating,
+    largest,
+    safe_reciprocal,
+    split_trained,
+    sum_of_means,
+)
 from rampup.engine.whole import contains, floating_types, replay
 from rampup.engine.zero import is_scattered
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError, a_type
 from rampup.plan.plan import RampPlan
 
 # The operations whose derivative is what somebody wrote, in all versions of JAX.
-BACKWARD_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_transpose_call"})
+BACKWARD_RULES = frozenset(
+    {"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_transpose_call"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +84,52 @@ class AccumulatedLoss:
         if self.accumulator_dtype is not None and engine == "multi_steps":
             key = "gradient_accumulator_dtype"
             problem = f"{key}={jnp.dtype(self.accumulator_dtype).name} needs gradient_accumulation=fused"
-            raise ConfigError(f"{problem}; optax.MultiSteps keeps the sums of multi_steps", key=key, nearest=("float32",))
+            raise ConfigError(
+                f"{problem}; optax.MultiSteps keeps the sums of multi_steps",
+                key=key,
+                nearest=("float32",),
+            )
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
             problem = f"the mesh has {stages} pipeline stages, so the loss must say what a stage does: give a PipelinedLoss"
-            raise PipelineShapeError(problem, key="ici_pipeline_parallelism", nearest=(1,))
+            raise PipelineShapeError(
+                problem, key="ici_pipeline_parallelism", nearest=(1,)
+            )
 
     def sums_and_grads(
-        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        counts: Counts,
+        recipe: Recipe,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
         if recipe.noise is not None and not takes_whole:
             rule = "measure_gradient_noise=true needs a loss function that takes whole parameters"
             why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
-            raise ConfigError(f"{rule}: {why}", key="measure_gradient_noise", nearest=(False,))
+            raise ConfigError(
+                f"{rule}: {why}", key="measure_gradient_noise", nearest=(False,)
+            )
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
-        if has_one and takes_whole and recipe.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
+        if (
+            has_one
+            and takes_whole
+            and recipe.noise is None
+            and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1
+        ):
             # Nothing to add up: differentiate the mean. To divide the gradient of a sum reads and writes all of it once more.
-            args = *split_trained(params), *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
+            args = (
+                *split_trained(params),
+                *take((batch_KR, keys_KR), 0),
+                recipe.mutable,
+                recipe.scale,
+            )
             with own_constraints(), jax.named_scope("microbatch"):
                 traced = None
                 with contextlib.suppress(NameError, ValueError):
@@ -85,24 +137,44 @@ class AccumulatedLoss:
                     traced, shapes = jax.make_jaxpr(mean_of, return_shape=True)(*args)
                 # A backward rule of the user's own need not be linear, and a narrow type may round 1 / weight to 0: they must
                 # see what they see in any other split.
-                if traced is not None and not contains(traced, BACKWARD_RULES) and not _is_narrow(traced):
+                if (
+                    traced is not None
+                    and not contains(traced, BACKWARD_RULES)
+                    and not _is_narrow(traced)
+                ):
                     replayed = lambda *args: replay(traced, shapes, args)  # noqa: E731
                     (_, sums), grads = jax.value_and_grad(replayed, has_aux=True)(*args)
-                    grads = constrain_leaves(jax.tree.map(as_summed, grads), floating(param_shardings, params))
+                    grads = constrain_leaves(
+                        jax.tree.map(as_summed, grads),
+                        floating(param_shardings, params),
+                    )
                     return recipe.finalize(sums, grads)
         run = self.summation(params, mesh, param_shardings, has_one=has_one)
         sums = run(params, batch_KR, keys_KR, counts[0] * counts[1], recipe)
         return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
-        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        num_microbatches: jax.Array,
+        *,
+        mesh: Mesh,
+        mutable: Any = None,
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
         run = self.summation(params, mesh, has_grads=False)
         return run(params, batch_KR, keys_KR, num_microbatches, Recipe(mutable=mutable))
 
     def summation(
-        self, params: Any, mesh: Mesh, param_shardings: Any = None, *, has_one: bool = False, has_grads: bool = True
+        self,
+        params: Any,
+        mesh: Mesh,
+        param_shardings: Any = None,
+        *,
+        has_one: bool = False,
+        has_grads: bool = True,
     ) -> Callable[..., Sums]:
         """Return the function of (params, batch_KR, keys_KR, number, recipe) that sums over the first `number` microbatches.
 
@@ -117,14 +189,32 @@ class AccumulatedLoss:
                 raise ConfigError(problem, key="shard_optimizer_over_data")
             if is_scattered(self.param_shardings, axes):
                 problem = f"`param_shardings` of the loss shard parameters over the replicas ({', '.join(axes.replica)})"
-                raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
+                raise ConfigError(
+                    f"{problem}, which need them whole; shard them over fsdp",
+                    key="param_shardings",
+                )
         # A loss function that takes shards was written for the shardings `self.param_shardings`, and its gradients have those.
-        shardings = floating(param_shardings if takes_whole else self.param_shardings, params) if has_grads else None
+        shardings = (
+            floating(param_shardings if takes_whole else self.param_shardings, params)
+            if has_grads
+            else None
+        )
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
         loss_of = _loss_of(self.loss_fn, mesh, keeps_mutable=has_grads)
-        loss_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of, inline=True)
+        loss_of = jax.jit(
+            jax.value_and_grad(loss_of, has_aux=True) if has_grads else loss_of,
+            inline=True,
+        )
 
-        def sum_replica(reduce: Any, psum: Any, params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
+        def sum_replica(
+            reduce: Any,
+            psum: Any,
+            params: Any,
+            batch_KR: Any,
+            keys_KR: Any,
+            number: Any,
+            recipe: Recipe,
+        ) -> Sums:
             """Return the sums over the rows of a replica, as `reduce` leaves them."""
             trained, others = split_trained(params) if has_grads else (params, None)
 
@@ -132,40 +222,84 @@ class AccumulatedLoss:
                 (_, sums), grads = results if has_grads else (results, None)
                 if recipe.noise and isinstance(sums.weight, tuple):
                     problem = "measure_gradient_noise=true needs a loss with one weight, but this one has several parts"
-                    raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
+                    raise ConfigError(
+                        problem, key="measure_gradient_noise", nearest=(False,)
+                    )
                 grads = constrain_leaves(jax.tree.map(as_summed, grads), shardings)
-                noise = recipe.noise and recipe.noise.block(grads, sums.weight, varying=sums.loss)
-                grads = jax.tree.map(lambda g: as_summed(g, self.accumulator_dtype), grads)
+                noise = recipe.noise and recipe.noise.block(
+                    grads, sums.weight, varying=sums.loss
+                )
+                grads = jax.tree.map(
+                    lambda g: as_summed(g, self.accumulator_dtype), grads
+                )
                 return sums._replace(grads=grads, noise=noise)
 
             def add(i: jax.Array, sums: Sums) -> Sums:
                 mutable = sums.mutable if has_grads else recipe.mutable
                 with jax.named_scope("microbatch"):
-                    new = sums_of(loss_of(trained, others, *take((batch_KR, keys_KR), i), mutable, recipe.scale, weights))
-                added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
-                return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
+                    new = sums_of(
+                        loss_of(
+                            trained,
+                            others,
+                            *take((batch_KR, keys_KR), i),
+                            mutable,
+                            recipe.scale,
+                            weights,
+                        )
+                    )
+                added = jax.tree.map(
+                    jnp.add, sums._replace(mutable=None), new._replace(mutable=None)
+                )
+                return added._replace(
+                    grads=constrain_leaves(added.grads, shardings), mutable=new.mutable
+                )
 
-            first = trained, others, *take((batch_KR, keys_KR), 0), recipe.mutable, recipe.scale
+            first = (
+                trained,
+                others,
+                *take((batch_KR, keys_KR), 0),
+                recipe.mutable,
+                recipe.scale,
+            )
             weights = None
             shapes = jax.eval_shape(sums_of, jax.eval_shape(loss_of, *first, None))
             if has_grads and isinstance(shapes.weight, tuple):
-                weights = psum(_weights(self.loss_fn, mesh, first, (batch_KR, keys_KR), number, shapes.weight))
+                weights = psum(
+                    _weights(
+                        self.loss_fn,
+                        mesh,
+                        first,
+                        (batch_KR, keys_KR),
+                        number,
+                        shapes.weight,
+                    )
+                )
             if has_one:
                 with jax.named_scope("microbatch"):
                     return reduce(sums_of(loss_of(*first, weights)), recipe)
             # The sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried.
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
+            zeros = jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None)
+            )
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
             carried = recipe.mutable if has_grads else None
-            zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings), mutable=carried)
+            zeros = zeros._replace(
+                grads=constrain_leaves(zeros.grads, shardings), mutable=carried
+            )
             # In an iteration, parameters and gradients cross fsdp but not data, unless the replicas run in the way `compiled`.
             return reduce(jax.lax.fori_loop(0, number, add, zeros), recipe)
 
-        return Replicas(mesh, axes, shardings, self.param_shardings, self.reduction_dtype).run(sum_replica)
+        return Replicas(
+            mesh, axes, shardings, self.param_shardings, self.reduction_dtype
+        ).run(sum_replica)
 
 
 def summable(
-    loss: LossFn | SummableLoss, mesh: Mesh, batch_axes: BatchAxes | None = None, *, whole_batch: bool = False
+    loss: LossFn | SummableLoss,
+    mesh: Mesh,
+    batch_axes: BatchAxes | None = None,
+    *,
+    whole_batch: bool = False,
 ) -> SummableLoss:
     """Return a loss as a `SummableLoss` with these batch axes, if they are given; with `whole_batch`, with no replicas."""
     if whole_batch:
@@ -174,10 +308,16 @@ def summable(
         if isinstance(loss, SummableLoss) and not isinstance(loss, AccumulatedLoss):
             problem = f"{a_type(loss)} runs microbatches by itself"
         elif getattr(loss, "param_shardings", None) is not None:
-            problem = "an AccumulatedLoss with `param_shardings` sees the rows of one device"
+            problem = (
+                "an AccumulatedLoss with `param_shardings` sees the rows of one device"
+            )
         if problem:
             rule = "whole_batch=True needs a loss function that takes whole parameters and all rows"
-            raise ConfigError(f"{rule}, but {problem}; give the function itself", key="whole_batch", nearest=(False,))
+            raise ConfigError(
+                f"{rule}, but {problem}; give the function itself",
+                key="whole_batch",
+                nearest=(False,),
+            )
     if not isinstance(loss, SummableLoss):
         return AccumulatedLoss(loss, batch_axes)
     return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
@@ -234,33 +374,60 @@ def accumulate(
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     if whole_batch and K != 1:
         rule = f"whole_batch=True takes a buffer of one microbatch, which is the whole batch, but this one has room for {K}"
-        raise ConfigError(f"{rule}; make its batches with plan.with_whole_batches()", key="whole_batch", nearest=(False,))
+        raise ConfigError(
+            f"{rule}; make its batches with plan.with_whole_batches()",
+            key="whole_batch",
+            nearest=(False,),
+        )
     is_traced = isinstance(number, jax.core.Tracer)
-    if not is_traced and (not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K):
+    if not is_traced and (
+        not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K
+    ):
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
     has_one = K == 1 and not is_traced and int(number) == 1
-    shardings = jax.tree.map(lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable))
+    shardings = jax.tree.map(
+        lambda x: NamedSharding(mesh, jax.typeof(x).sharding.spec), (params, mutable)
+    )
 
-    def call(has_explicit: bool, params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any) -> Sums:
-        own = with_explicit_axes(loss, auto_view(mesh), *shardings) if has_explicit else loss
+    def call(
+        has_explicit: bool,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        number: Any,
+        mutable: Any,
+    ) -> Sums:
+        own = (
+            with_explicit_axes(loss, auto_view(mesh), *shardings)
+            if has_explicit
+            else loss
+        )
         run = own.summation(params, mesh, param_shardings, has_one=has_one)
         return run(params, batch_KR, keys_KR, number, Recipe(mutable=mutable))
 
     args = (params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable)
     whole = replicated(mesh)
-    results = Sums(floating(shardings[0], params), whole, whole, whole, shardings[1], whole)
+    results = Sums(
+        floating(shardings[0], params), whole, whole, whole, shardings[1], whole
+    )
     sums: Sums = call_with_auto_axes(call, mesh, args, results)
     if not is_traced:
         return sums
     # JAX clamps an index beyond an array, so the last microbatch would be added several times.
     is_valid = (number >= 0) & (number <= K)
-    loss, weight = jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight))
+    loss, weight = jax.tree.map(
+        lambda x: jnp.where(is_valid, x, jnp.nan), (sums.loss, sums.weight)
+    )
     return sums._replace(loss=loss, weight=weight)
 
 
 def multi_steps(
-    tx: optax.GradientTransformation, plan: RampPlan, *, use_grad_mean: bool = True, should_skip_update_fn: None = None
+    tx: optax.GradientTransformation,
+    plan: RampPlan,
+    *,
+    use_grad_mean: bool = True,
+    should_skip_update_fn: None = None,
 ) -> optax.MultiSteps:
     """Return `optax.MultiSteps(tx, k)` with k = the plan's number of microbatches at every optimizer step.
 
@@ -287,12 +454,18 @@ def multi_steps(
             key="should_skip_update_fn",
         )
     if plan.ramp.ramp_steps >= 2**31:
-        raise RampDefinitionError(f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32")
+        raise RampDefinitionError(
+            f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32"
+        )
     start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
-    num_microbatches = np.array([split.num_microbatches for split in plan.splits], np.int32)
+    num_microbatches = np.array(
+        [split.num_microbatches for split in plan.splits], np.int32
+    )
 
     def every_k(gradient_step: jax.Array) -> jax.Array:
-        phase = jnp.searchsorted(jnp.asarray(start_steps), gradient_step, side="right") - 1
+        phase = (
+            jnp.searchsorted(jnp.asarray(start_steps), gradient_step, side="right") - 1
+        )
         return jnp.asarray(num_microbatches)[phase]
 
     return optax.MultiSteps(tx, every_k, use_grad_mean=use_grad_mean)
@@ -300,27 +473,51 @@ def multi_steps(
 
 def _is_narrow(traced: Any) -> bool:
     """Return whether a loss has a type narrower than float32, or any of its values one with a smaller range."""
-    has_small_range = any(info.minexp > jnp.finfo(jnp.float32).minexp for info in floating_types(traced))
+    has_small_range = any(
+        info.minexp > jnp.finfo(jnp.float32).minexp for info in floating_types(traced)
+    )
     return has_small_range or jnp.finfo(traced.out_avals[0].dtype).bits < 32
 
 
 def _loss_of(
-    loss_fn: LossFn, mesh: Mesh, *, differentiates_mean: bool = False, keeps_mutable: bool = True
+    loss_fn: LossFn,
+    mesh: Mesh,
+    *,
+    differentiates_mean: bool = False,
+    keeps_mutable: bool = True,
 ) -> Callable[..., tuple[Any, Sums]]:
     """Return the function of one microbatch that returns what `Sums.grads` is the gradient of, or its mean, and the sums."""
 
     def loss_of(
-        trained: Any, others: Any, batch_R: Any, keys_R: Any, mutable: Any, scale: Any, weights: Any = None
+        trained: Any,
+        others: Any,
+        batch_R: Any,
+        keys_R: Any,
+        mutable: Any,
+        scale: Any,
+        weights: Any = None,
     ) -> tuple[Any, Sums]:
         params = trained if others is None else fill(trained, others)
-        args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
+        args = (
+            (params, batch_R, keys_R)
+            if mutable is None
+            else (params, batch_R, keys_R, mutable)
+        )
         check_signature(loss_fn, len(args))
         with explained(len(args), mesh.axis_names):
             results = loss_fn(*args)
-        loss, weight, aux, carried = check_results(results, loss_fn, args, keeps_mutable=keeps_mutable)
+        loss, weight, aux, carried = check_results(
+            results, loss_fn, args, keeps_mutable=keeps_mutable
+        )
         # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
-        divisor = jax.tree.map(as_summed, jax.lax.stop_gradient(weight if weights is None else weights))
-        value = sum_of_means(loss, divisor) * largest(divisor) if isinstance(loss, tuple) else loss
+        divisor = jax.tree.map(
+            as_summed, jax.lax.stop_gradient(weight if weights is None else weights)
+        )
+        value = (
+            sum_of_means(loss, divisor) * largest(divisor)
+            if isinstance(loss, tuple)
+            else loss
+        )
         value = Recipe(scale=scale).scaled(value)
         if differentiates_mean:
             value *= safe_reciprocal(largest(divisor))
@@ -331,7 +528,12 @@ def _loss_of(
 
 
 def _weights(
-    loss_fn: LossFn, mesh: Mesh, first: tuple[Any, ...], rows: tuple[Any, Any], number: Any, shapes: tuple[Any, ...]
+    loss_fn: LossFn,
+    mesh: Mesh,
+    first: tuple[Any, ...],
+    rows: tuple[Any, Any],
+    number: Any,
+    shapes: tuple[Any, ...],
 ) -> Any:
     """Return the weights of the parts over `number` microbatches: known before the gradients, one backward pass serves all."""
     loss_of = jax.jit(_loss_of(loss_fn, mesh), inline=True)
@@ -348,4 +550,6 @@ def _weights(
 
 def take(tree: Any, i: Any) -> Any:
     """Return entry i of every array along its first axis, such as microbatch i of arrays (K, R, ...)."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
+    )

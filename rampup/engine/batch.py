@@ -35,13 +35,19 @@ class BufferLayout:
     num_chunks: int
 
 
-def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None) -> BufferLayout:
+def layout_of(
+    plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None
+) -> BufferLayout:
     """Return the layout for every step with the microbatch size of `split`, for rows of `row_size` numbers; see `MAX_WHOLE`."""
     num_rows = split.data_parallel_size * split.microbatch_size
     most = plan.max_microbatches[split.microbatch_size]
     if chunk_size is None:
-        chunk_size = most if most * num_rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
-    return BufferLayout(num_rows=num_rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size))
+        chunk_size = (
+            most if most * num_rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
+        )
+    return BufferLayout(
+        num_rows=num_rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size)
+    )
 
 
 def row_size(rows: Any, num_axes: int = 0) -> int:
@@ -70,7 +76,9 @@ class Batch(NamedTuple):
     @property
     def row(self) -> Any:
         """The shapes and types of a row."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), self.chunks[0])
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), self.chunks[0]
+        )
 
     @property
     def num_microbatches(self) -> int:
@@ -97,28 +105,39 @@ def put_batch(
             arrays.append(_for_devices(np.asarray(leaf), name_row))
         except DataError as error:
             path, _ = jax.tree.leaves_with_path(batch_nR)[number]
-            raise DataError(f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}") from None
+            raise DataError(
+                f"batch{jax.tree_util.keystr(path)} cannot be put on a device: {error}"
+            ) from None
     layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
     sharding = batch_sharding(mesh, leading=1, axes=batch_axes)
     C = layout.chunk_size
     firsts = range(0, len(arrays[0]), C)
-    chunks = [[_global_array(x[first : first + C], layout, sharding) for x in arrays] for first in firsts]
+    chunks = [
+        [_global_array(x[first : first + C], layout, sharding) for x in arrays]
+        for first in firsts
+    ]
     return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
 
 
 def in_microbatches(rows: Any, number: int) -> Any:
     """Return arrays of rows as microbatches (number, rows of a microbatch, ...)."""
     # Not -1, which NumPy cannot replace if an array is empty.
-    return jax.tree.map(lambda x: x.reshape(number, len(x) // number, *x.shape[1:]), rows)
+    return jax.tree.map(
+        lambda x: x.reshape(number, len(x) // number, *x.shape[1:]), rows
+    )
 
 
 def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray:
     """Return an array in the type that it has on the devices, or refuse one that would not arrive as it is."""
     shape, dtype = x_nR.shape[2:], x_nR.dtype
     if dtype.kind in "OSUMm" or dtype.names is not None:
-        raise DataError(f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of numbers, and encode texts")
+        raise DataError(
+            f"{name_row(0)} has {dtype}; give rows that are pytrees, such as dicts, of numbers, and encode texts"
+        )
     if 0 in shape:
-        raise DataError(f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it out of the rows")
+        raise DataError(
+            f"{name_row(0)} has the shape {list(shape)}, and so no numbers; leave it out of the rows"
+        )
     target = dtype if dtype.itemsize < 8 else jax.dtypes.canonicalize_dtype(dtype)
     if target == dtype:
         return x_nR
@@ -130,21 +149,33 @@ def _for_devices(x_nR: np.ndarray, name_row: Callable[[int], str]) -> np.ndarray
         place = np.unravel_index(np.argmax(lost), lost.shape)
         row = name_row(int(place[0] * x_nR.shape[1] + place[1]))
         fix = "split" if dtype.kind in "iu" else "scale"
-        raise DataError(f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number, or set jax_enable_x64")
+        raise DataError(
+            f"{row} has {x_nR[place]}, which does not fit {target}; {fix} the number, or set jax_enable_x64"
+        )
     return narrow
 
 
-def _global_array(part_CR: np.ndarray, layout: BufferLayout, sharding: NamedSharding) -> jax.Array:
+def _global_array(
+    part_CR: np.ndarray, layout: BufferLayout, sharding: NamedSharding
+) -> jax.Array:
     """Return the global array (C, R, ...). This process has its rows `part_CR` (at most C, local rows, ...)."""
     missing, num_rows = layout.chunk_size - len(part_CR), layout.num_rows
     if missing:
         # Only the last chunk can be short, and the step's loop ends before the zeros.
-        part_CR = np.concatenate([part_CR, np.zeros((missing, *part_CR.shape[1:]), part_CR.dtype)])
+        part_CR = np.concatenate(
+            [part_CR, np.zeros((missing, *part_CR.shape[1:]), part_CR.dtype)]
+        )
     # Not by `jax.device_put`, which takes two to three times as long for a small array.
     if part_CR.shape[1] == num_rows:
-        return jax.make_array_from_callback(part_CR.shape, sharding, part_CR.__getitem__)
+        return jax.make_array_from_callback(
+            part_CR.shape, sharding, part_CR.__getitem__
+        )
     # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
-    local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=axis_names(sharding.spec[1])))
+    local = process_rows(
+        sharding.mesh,
+        num_rows,
+        BatchAxes(replica=(), rows=axis_names(sharding.spec[1])),
+    )
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         start = index[1].start or 0
@@ -152,11 +183,15 @@ def _global_array(part_CR: np.ndarray, layout: BufferLayout, sharding: NamedShar
         first = int(np.searchsorted(local, start))
         return part_CR[:, first : first + stop - start]
 
-    return jax.make_array_from_callback((part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard)
+    return jax.make_array_from_callback(
+        (part_CR.shape[0], num_rows, *part_CR.shape[2:]), sharding, shard
+    )
 
 
 def stop_step(plan: RampPlan, start: int, stop: int | None) -> int:
     """Return the step to stop before, by default the end of the plan, or refuse steps that the plan does not have."""
     if start < 0 or (stop is not None and stop > plan.total_steps):
-        raise DataError(f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}")
+        raise DataError(
+            f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}"
+        )
     return plan.total_steps if stop is None else stop

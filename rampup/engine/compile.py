@@ -52,7 +52,9 @@ class Compiler:
         self.waited_seconds = 0.0  # of callers, for a trace or a compilation
         self._programs: dict[Hashable, Any] = {}
         self._pending: dict[Hashable, Future[Any]] = {}
-        self._requests: collections.deque[tuple[Hashable, Future[Any], Any]] = collections.deque()
+        self._requests: collections.deque[tuple[Hashable, Future[Any], Any]] = (
+            collections.deque()
+        )
         self._lock = threading.Lock()
         self._is_running = False
 
@@ -64,7 +66,9 @@ class Compiler:
             if pending := self._pending.get(key):
                 with contextlib.suppress(CancelledError):
                     program = pending.result()
-            program = self._programs[key] = self._compile(lower()) if program is None else program
+            program = self._programs[key] = (
+                self._compile(lower()) if program is None else program
+            )
             self._pending.pop(key, None)
             self.waited_seconds += 0 if ready else time.perf_counter() - start
             self._before_first_run()
@@ -101,7 +105,11 @@ class Compiler:
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
         # One that has started is not waited for: XLA cannot be interrupted, and it may take minutes.
-        self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancel()}
+        self._pending = {
+            key: pending
+            for key, pending in self._pending.items()
+            if not pending.cancel()
+        }
 
     def _work(self) -> None:
         """Compile what is requested, one program after the other, until nothing is left."""
@@ -130,28 +138,44 @@ class Compiler:
         """Say that a program failed as soon as it is known, which may be long before its phase."""
         problem = f"the program {key!r} of a later phase cannot be compiled: {type(error).__name__}: {error}"
         with contextlib.suppress(Warning):
-            warnings.warn(f"{problem}. Steps go on with the programs that are ready", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"{problem}. Steps go on with the programs that are ready",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         program.set_exception(error)
 
 
-def compile_program(lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optimization_level"]) -> Any:
+def compile_program(
+    lowered: Any, *, level: int = CPU_OPTIONS["xla_backend_optimization_level"]
+) -> Any:
     """Compile a `jax.stages.Lowered` with the options of the backend. What `XLA_FLAGS` and `LIBTPU_INIT_ARGS` set wins."""
     import jax
 
     platform = jax.default_backend()
     if platform == "tpu":
         return compile_for_tpu(lowered, jax.devices()[0].device_kind)
-    is_set_already = any(option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS)
-    options = None if platform != "cpu" or is_set_already else {"xla_backend_optimization_level": level}
+    is_set_already = any(
+        option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS
+    )
+    options = (
+        None
+        if platform != "cpu" or is_set_already
+        else {"xla_backend_optimization_level": level}
+    )
     return lowered.compile(compiler_options=options)
 
 
-def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None = None) -> Any:
+def compile_for_tpu(
+    lowered: Any, kind: str, options: Mapping[str, str] | None = None
+) -> Any:
     """Compile for a TPU generation, with further options and the `tpu_options` that this version of the compiler knows."""
     chosen = tpu_options(kind, os.environ.get("LIBTPU_INIT_ARGS", ""))
     while True:
         try:
-            return lowered.compile(compiler_options=(chosen | dict(options or {})) or None)
+            return lowered.compile(
+                compiler_options=(chosen | dict(options or {})) or None
+            )
         except RuntimeError as error:
             unknown = re.search(r"No such compile option: '(\w+)'", str(error))
             if unknown is None or chosen.pop(unknown[1], None) is None:
@@ -163,8 +187,14 @@ def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
     from rampup.plan.topology import CHIPS
 
     names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
-    generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
-    return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}
+    generation = next(
+        (chip.name for chip in CHIPS.values() if kind in chip.kinds), kind
+    )
+    return {
+        name: value
+        for name, value in TPU_OPTIONS.get(generation, {}).items()
+        if name not in names
+    }
 
 
 def topology_facts(topology: Topology) -> dict[str, Any]:
@@ -178,6 +208,9 @@ def enable_compilation_cache(folder: str | None) -> None:
 
     if folder is not None and jax.config.jax_compilation_cache_dir is None:
         # The URL of a bucket is no path, and JAX takes it as it is.
-        jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(Path(folder).expanduser()))
+        jax.config.update(
+            "jax_compilation_cache_dir",
+            folder if "://" in folder else str(Path(folder).expanduser()),
+        )
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

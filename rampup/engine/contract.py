@@ -31,7 +31,15 @@ class SummableLoss(Protocol):
         """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
 
     def sums_and_grads(
-        self, params: Any, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        counts: Counts,
+        recipe: Recipe,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
@@ -41,7 +49,14 @@ class SummableLoss(Protocol):
         """
 
     def eval_sums(
-        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        num_microbatches: jax.Array,
+        *,
+        mesh: Mesh,
+        mutable: Any = None,
     ) -> Sums:
         """Return the sums without gradients. `mutable` is read, not carried."""
 
@@ -53,37 +68,68 @@ def check_results(
     carries = len(args) > 3
     loss, weight, aux, *carried = unpack_results(results, carries)
     for path, leaf in jax.tree.leaves_with_path(aux):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
+        if not hasattr(leaf, "dtype") and not isinstance(
+            leaf, (bool, int, float, complex)
+        ):
             name = f"aux{jax.tree_util.keystr(path)}"
-            raise _contract_error(f"returned {a_type(leaf)} as {name}, which must be a number", carries)
+            raise _contract_error(
+                f"returned {a_type(leaf)} as {name}, which must be a number", carries
+            )
     if isinstance(loss, (tuple, list)) or isinstance(weight, (tuple, list)):
-        lengths = [len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)]
+        lengths = [
+            len(x) if isinstance(x, (tuple, list)) else 0 for x in (loss, weight)
+        ]
         if lengths[0] != lengths[1] or not lengths[0]:
-            found = " and ".join(f"a tuple of {n}" if n else "no tuple of parts" for n in lengths)
+            found = " and ".join(
+                f"a tuple of {n}" if n else "no tuple of parts" for n in lengths
+            )
             problem = f"returned {found} as loss_sum and weight_sum: a loss of several parts has a sum and a weight for each"
             raise _contract_error(problem, carries)
         loss, weight = tuple(loss), tuple(weight)
-    check_aux(aux, lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2], args[1:3])
-    expected: Any = (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer)))
-    for name, value, kinds in ((name, part, kinds) for name, parts, kinds in expected for part in jax.tree.leaves(parts)):
+    check_aux(
+        aux,
+        lambda rows: unpack_results(loss_fn(args[0], *rows, *args[3:]), carries)[2],
+        args[1:3],
+    )
+    expected: Any = (
+        ("loss_sum", loss, (jnp.floating,)),
+        ("weight_sum", weight, (jnp.floating, jnp.integer)),
+    )
+    for name, value, kinds in (
+        (name, part, kinds)
+        for name, parts, kinds in expected
+        for part in jax.tree.leaves(parts)
+    ):
         shape, dtype = np.shape(value), jnp.result_type(value)
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
-            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
+            raise _contract_error(
+                f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar",
+                carries,
+            )
     if carries and keeps_mutable:
-        leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
-        changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
+        leaves = differing_leaves(
+            args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name)
+        )
+        changes = [
+            f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}"
+            for name, old, new in leaves
+        ]
         was, now = map(jax.tree.structure, (args[3], carried[0]))
         if changes or was != now:
             change = changes[0] if changes else f"it was {was} and is {now}"
-            raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
+            raise _contract_error(
+                f"changed the structure or a type of `mutable`: {change}", carries
+            )
     return loss, weight, aux, carried[0] if carries else None
 
 
 def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
     """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
     if problem := signature_problem(loss_fn, number):
-        raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
+        raise _contract_error(
+            f"cannot be called with {number} arguments: {problem}", number > 3
+        )
 
 
 @contextlib.contextmanager
@@ -92,8 +138,14 @@ def explained(number: int, axes: tuple[Any, ...]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NameError) as error:
-        unbound = re.search(r"unbound axis name: (\w+)", str(error)) if isinstance(error, NameError) else None
-        if "a single key" in str(error):  # the words of JAX, whatever function of jax.random it was
+        unbound = (
+            re.search(r"unbound axis name: (\w+)", str(error))
+            if isinstance(error, NameError)
+            else None
+        )
+        if "a single key" in str(
+            error
+        ):  # the words of JAX, whatever function of jax.random it was
             problem = "used `keys`, one random key per row, as one key: take jax.vmap over rows and keys, or keys[0]"
         elif unbound and unbound[1] not in axes:
             found = f"names the axis {unbound[1]!r}, but those of the mesh are {', '.join(map(str, axes))}"
@@ -120,7 +172,9 @@ def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
     R = jax.tree.leaves(rows)[0].shape[0] if sizes else 1
     if all(size % R for size in sizes):
         return
-    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows)
+    twice = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2 * R, *x.shape[1:]), x.dtype), rows
+    )
     try:
         other = dict(jax.tree.leaves_with_path(jax.eval_shape(aux_of, twice)))
     except Exception:  # noqa: BLE001 - a loss function for one number of rows; the step runs it with no other
@@ -137,15 +191,23 @@ def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
     """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
     if not isinstance(results, (tuple, list)):
         is_array = np.isscalar(results) or hasattr(results, "shape")
-        kind = ("one array" if np.shape(results) else "a scalar") if is_array else a_type(results)
+        kind = (
+            ("one array" if np.shape(results) else "a scalar")
+            if is_array
+            else a_type(results)
+        )
         raise _contract_error(f"returned {kind} and not a tuple", carries)
     if len(results) != 3 + carries:
-        raise _contract_error(f"returned {len(results)} results and not {3 + carries}", carries)
+        raise _contract_error(
+            f"returned {len(results)} results and not {3 + carries}", carries
+        )
     return tuple(results)
 
 
 def _contract_error(problem: str, carries: bool) -> ConfigError:
-    more, why = (", mutable", ", because the state has `mutable`") if carries else ("", "")
+    more, why = (
+        (", mutable", ", because the state has `mutable`") if carries else ("", "")
+    )
     return ConfigError(
         f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
         ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "

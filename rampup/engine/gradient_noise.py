@@ -21,7 +21,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.batch_size.noise_scale import noise_trace
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axes_of, axis_names, constrain
+from rampup.engine.mesh import (
+    STAGE,
+    BatchAxes,
+    auto_view,
+    axes_of,
+    axis_names,
+    constrain,
+)
 
 # Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
 _EPS = 1e-8
@@ -47,22 +54,49 @@ class NoiseMeter:
     moments: Any = None
 
     @classmethod
-    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None, moments: Any = None) -> NoiseMeter:
+    def of(
+        cls,
+        shardings: Any,
+        mesh: Mesh,
+        batch_axes: BatchAxes | None = None,
+        moments: Any = None,
+    ) -> NoiseMeter:
         """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
         used = axes_of(shardings)
         outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
-        axes = tuple(str(name) for name, size in mesh.shape.items() if size > 1 and name in used and name not in outside)
-        return cls(shardings=tuple(jax.tree.leaves(shardings)), axes=axes, mesh=mesh, moments=moments)
+        axes = tuple(
+            str(name)
+            for name, size in mesh.shape.items()
+            if size > 1 and name in used and name not in outside
+        )
+        return cls(
+            shardings=tuple(jax.tree.leaves(shardings)),
+            axes=axes,
+            mesh=mesh,
+            moments=moments,
+        )
 
     @property
     def shards(self) -> tuple[int, ...]:
         """The shape of a sum of squares: one partial sum per shard."""
         return tuple(self.mesh.shape[name] for name in self.axes)
 
-    def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
+    def squares(
+        self,
+        grads: Any,
+        moments: Any = None,
+        shardings: Any = None,
+        *,
+        varying: jax.Array | None = None,
+    ) -> jax.Array:
         """Return the sum of squares of a gradient, or of a part of it, in every geometry, (geometries, *shards)."""
         shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
-        squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
+        squares = jax.tree.map(
+            lambda x: (
+                jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x)
+            ),
+            grads,
+        )
         found = [self._add_up(squares, shardings)]
         if moments is not None:
             if varying is not None:
@@ -71,37 +105,59 @@ class NoiseMeter:
                 moments = jax.lax.optimization_barrier((moments, varying))[0]
                 moments = jax.tree.map(self._keep_layout, moments)
             # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
-            scaled = jax.tree.map(lambda x, v: jnp.where(v > 0, x / jnp.sqrt(v.astype(x.dtype) + _EPS**2), 0), squares, moments)
+            scaled = jax.tree.map(
+                lambda x, v: jnp.where(
+                    v > 0, x / jnp.sqrt(v.astype(x.dtype) + _EPS**2), 0
+                ),
+                squares,
+                moments,
+            )
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
-    def block(self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None) -> NoiseSums:
+    def block(
+        self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None
+    ) -> NoiseSums:
         """Return the sums over one block from its gradient sum and its weight; see `squares` for `varying`."""
         squares = self.squares(grads, self.moments, varying=varying)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
-    def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
+    def metrics(
+        self, noise: NoiseSums, grads: Any, weight: jax.Array
+    ) -> dict[str, Any]:
         """Return `grad_norm` and `gradient_noise` of a step from its sums; S and G2 of fewer than two blocks are NaN."""
         moments = self.moments
         used = axes_of(self.shardings)
-        axes = tuple(str(name) for name, size in self.mesh.shape.items() if size > 1 and name in used)
+        axes = tuple(
+            str(name)
+            for name, size in self.mesh.shape.items()
+            if size > 1 and name in used
+        )
         # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
         # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
         is_scattered = not {*axes} <= {*self.axes, STAGE}
         meter = replace(self, axes=() if is_scattered else axes)
-        divided, squares = jnp.split(self._total(noise.squares.reshape(-1, *noise.squares.shape[2:])), 2)
+        divided, squares = jnp.split(
+            self._total(noise.squares.reshape(-1, *noise.squares.shape[2:])), 2
+        )
         norms = meter._total(meter.squares(grads, moments))
         if moments is not None:
             # The unit of Adam's geometry becomes that of the Euclidean one. Otherwise the first steps, whose second moments are
             # too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
-            exact = jax.tree.map(lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments)
+            exact = jax.tree.map(
+                lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments
+            )
             mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
             mean /= sum(v.size for v in jax.tree.leaves(moments))
             units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
             divided, squares, norms = divided * units, squares * units, norms * units
-        trace, squared_norm = noise_trace(divided, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
+        trace, squared_norm = noise_trace(
+            divided, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan)
+        )
         found = {"blocks": noise.blocks}
-        for geometry, prefix in enumerate(("", "adam_") if moments is not None else ("",)):
+        for geometry, prefix in enumerate(
+            ("", "adam_") if moments is not None else ("",)
+        ):
             own = {"trace": trace, "squared_norm": squared_norm, "squares": squares}
             found |= {prefix + name: values[geometry] for name, values in own.items()}
         return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
@@ -111,7 +167,9 @@ class NoiseMeter:
         if not self.axes:
             return sum(map(jnp.sum, jax.tree.leaves(squares)))
         parts = map(self._partial_sums, jax.tree.leaves(squares), shardings)
-        return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
+        return constrain(
+            sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes))
+        )
 
     def _keep_layout(self, v: jax.Array) -> jax.Array:
         """Keep second moments on a TPU as they are: transposed one by one in the loop, and not copied before it."""
@@ -120,7 +178,11 @@ class NoiseMeter:
         rows, columns = v.shape[-2:]
         # The last dimension is the inner one in memory if that takes no padding to tiles of 8 x 128.
         is_row_major = columns % 128 == 0 and (rows % 8 == 0 or 8 % rows == 0)
-        return with_layout_constraint(v, Layout(tuple(range(v.ndim)))) if is_row_major else v
+        return (
+            with_layout_constraint(v, Layout(tuple(range(v.ndim))))
+            if is_row_major
+            else v
+        )
 
     def _total(self, parts: jax.Array) -> jax.Array:
         """Return the sums over the shards of partial sums (n, *shards)."""
@@ -133,13 +195,19 @@ class NoiseMeter:
         if len(self.axes) > 1 and STAGE in self.axes:
             # Over the stages last, as the compiler does for the norm of a clipping: [a + c, b + d] has one number per stage.
             parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
-            parts = constrain(parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE)))
+            parts = constrain(
+                parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE))
+            )
         return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
 
     def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
         """Return the sum of an array as one partial sum per shard, an array (*shards)."""
         shape, names, rest = list[int](), list[str](), list[int]()
-        for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
+        for size, entry in zip(
+            x.shape,
+            (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))),
+            strict=True,
+        ):
             own = [name for name in axis_names(entry) if name in self.axes]
             names += own
             shape += [self.mesh.shape[name] for name in own]
@@ -166,4 +234,9 @@ def second_moments(opt_state: Any, params: Any) -> Any:
     """Return Adam's second moments in an optimizer's state, shaped like the parameters, or None. See `NoiseMeter.moments`."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "nu"))
     found = [state.nu for state in states if hasattr(state, "nu")]
-    return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None
+    return (
+        found[0]
+        if len(found) == 1
+        and jax.tree.structure(found[0]) == jax.tree.structure(params)
+        else None
+    )

@@ -55,7 +55,11 @@ class BatchAxes:
                 fix = f"say which of them take the rows of a batch, such as batch_axes=rampup.{example}"
                 raise ConfigError(f"{problem}; {fix}", key="batch_axes")
             return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
-        if not (isinstance(axes, BatchAxes) and isinstance(axes.replica, tuple) and isinstance(axes.rows, tuple)):
+        if not (
+            isinstance(axes, BatchAxes)
+            and isinstance(axes.replica, tuple)
+            and isinstance(axes.rows, tuple)
+        ):
             rule = f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as rampup.{example}"
             raise ConfigError(rule, key="batch_axes")
         missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
@@ -63,7 +67,10 @@ class BatchAxes:
             problem = f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}"
             raise ConfigError(problem, key="batch_axes")
         if axes.rows[: len(axes.replica)] != axes.replica:
-            raise ConfigError(f"rows={axes.rows} of batch_axes must start with replica={axes.replica}", key="batch_axes")
+            raise ConfigError(
+                f"rows={axes.rows} of batch_axes must start with replica={axes.replica}",
+                key="batch_axes",
+            )
         return axes
 
     @classmethod
@@ -73,7 +80,10 @@ class BatchAxes:
         if axes is not None and found.replica:
             rule = "whole_batch=True is for a loss that sees the rows of all devices together, but each replica of"
             fix = f"give BatchAxes(replica=(), rows={found.rows})"
-            raise ConfigError(f"{rule} batch_axes with replica={found.replica} sees its own; {fix}", key="batch_axes")
+            raise ConfigError(
+                f"{rule} batch_axes with replica={found.replica} sees its own; {fix}",
+                key="batch_axes",
+            )
         return replace(found, replica=())
 
     def num_replicas(self, mesh: Mesh) -> int:
@@ -90,10 +100,15 @@ class BatchAxes:
         The compiler has nothing to partition along an axis of size 1. But callbacks and Pallas kernels run only if every axis
         is manual.
         """
-        return {*self.replica, *(str(name) for name, size in mesh.shape.items() if size == 1)}
+        return {
+            *self.replica,
+            *(str(name) for name, size in mesh.shape.items() if size == 1),
+        }
 
 
-def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """Return the mesh (data, fsdp, tensor, stage) over all devices.
 
     On a TPU, neighbors on an axis are neighbors in the torus as far as possible. Several slices lie along the axes that
@@ -115,13 +130,19 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
     for name, size in (("context", axes.context), ("expert", axes.expert)):
         if size > 1:
             fix = f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1"
-            problem = f"{name} parallelism of {size} can be planned but not trained; {fix}"
+            problem = (
+                f"{name} parallelism of {size} can be planned but not trained; {fix}"
+            )
             raise ConfigError(problem, key=f"ici_{name}_parallelism", nearest=(1,))
     if axes.num_devices != len(devices):
         problem = f"the axes of the mesh need {axes.num_devices} devices, but JAX sees {len(devices)} here"
         raise ConfigError(problem, key="num_devices", nearest=(-1,))
     # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
-    return Mesh(_arrange(axes, devices), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
+    return Mesh(
+        _arrange(axes, devices),
+        AXIS_NAMES,
+        axis_types=(AxisType.Auto,) * len(AXIS_NAMES),
+    )
 
 
 def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
@@ -131,7 +152,9 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
     # The devices of each TPU slice, or all of them in one.
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
-        by_slice.setdefault(getattr(device, "slice_index", 0) if device.platform == "tpu" else 0, []).append(device)
+        by_slice.setdefault(
+            getattr(device, "slice_index", 0) if device.platform == "tpu" else 0, []
+        ).append(device)
     groups: list[Any] = [by_slice[index] for index in sorted(by_slice)]
     if len(groups) > 1 and axes.num_slices == 1 and axes.data % len(groups) == 0:
         between[0] = len(groups)
@@ -141,21 +164,36 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         groups = np.array_split(np.asarray(devices, object), num_slices)
     if (found := len(groups)) != num_slices:
         fix = f"set num_slices={found}, and dcn_data_parallelism={found} if the gradient reduction should cross them"
-        problem = f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
+        problem = (
+            f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
+        )
         raise ConfigError(problem, key="num_slices", nearest=(found,))
-    within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
+    within = [
+        getattr(axes, name) // size for name, size in zip(names, between, strict=True)
+    ]
     # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
     split = devices[0].platform == "tpu"
-    arranged = [mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split) for group in groups]
+    arranged = [
+        mesh_utils.create_device_mesh(
+            within, list(group), allow_split_physical_axes=split
+        )
+        for group in groups
+    ]
     blocks = np.stack(arranged).reshape(*between, *within)
     order = np.arange(2 * len(names)).reshape(2, -1).T.ravel()
-    return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])
+    return blocks.transpose(order).reshape(
+        [a * b for a, b in zip(between, within, strict=True)]
+    )
 
 
 @functools.cache
 def auto_view(mesh: Mesh) -> Mesh:
     """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return Mesh(
+        mesh.devices,
+        mesh.axis_names,
+        axis_types=(AxisType.Auto,) * len(mesh.axis_names),
+    )
 
 
 def auto_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
@@ -175,9 +213,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 @functools.cache
-def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None) -> NamedSharding:
+def batch_sharding(
+    mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None
+) -> NamedSharding:
     """Return the sharding of rows over the batch axes, after `leading` dimensions that are not sharded."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows))
+    return NamedSharding(
+        mesh, PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows)
+    )
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
@@ -190,13 +232,18 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             return sharding
         if sharding is None or sharding.is_fully_replicated:
             return replicated(mesh)
-        is_named = isinstance(sharding, NamedSharding) and PartitionSpec.UNCONSTRAINED not in sharding.spec
+        is_named = (
+            isinstance(sharding, NamedSharding)
+            and PartitionSpec.UNCONSTRAINED not in sharding.spec
+        )
         if is_named and axes_of(sharding) <= {*mesh.axis_names}:
             found = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
             if found.is_equivalent_to(sharding, leaf.ndim):
                 return found
         problem = f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
-        raise ConfigError(f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}")
+        raise ConfigError(
+            f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}"
+        )
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)
 
@@ -205,7 +252,11 @@ def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -
     """Refuse a plan for other numbers of row shards or stages than the mesh has, and a mesh without axes for the rows."""
     axes = BatchAxes.of(mesh, axes)
     sizes = {
-        "data_parallel_size": (plan.splitter.data_parallel_size, axes.num_shards(mesh), " * ".join(axes.rows)),
+        "data_parallel_size": (
+            plan.splitter.data_parallel_size,
+            axes.num_shards(mesh),
+            " * ".join(axes.rows),
+        ),
         "num_stages": (plan.splitter.num_stages, mesh.shape.get(STAGE, 1), STAGE),
     }
     for key, (planned, has, names) in sizes.items():
@@ -231,7 +282,13 @@ def constrain_leaves(tree: Any, shardings: Any) -> Any:
     """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
     if shardings is None:
         return tree
-    return jax.tree.map(lambda x, sharding: x if sharding.is_fully_replicated else constrain(x, sharding), tree, shardings)
+    return jax.tree.map(
+        lambda x, sharding: (
+            x if sharding.is_fully_replicated else constrain(x, sharding)
+        ),
+        tree,
+        shardings,
+    )
 
 
 def manual_size(name: str) -> int:
@@ -245,23 +302,44 @@ def without_manual_axes(sharding: Any) -> Any:
     context = jax.sharding.get_abstract_mesh()
     manual = frozenset((*context.manual_axes, *(getattr(_patch, "mapped", None) or ())))
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        sharding = NamedSharding(auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+        sharding = NamedSharding(
+            auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
+        )
     if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
         return sharding
-    if context.manual_axes and all(name in manual or size == 1 for name, size in context.shape.items()):
+    if context.manual_axes and all(
+        name in manual or size == 1 for name, size in context.shape.items()
+    ):
         return None
-    spec = spec_without(sharding.spec if isinstance(sharding, NamedSharding) else sharding, manual)
-    return spec if isinstance(sharding, PartitionSpec) else NamedSharding(sharding.mesh, spec)
+    spec = spec_without(
+        sharding.spec if isinstance(sharding, NamedSharding) else sharding, manual
+    )
+    return (
+        spec
+        if isinstance(sharding, PartitionSpec)
+        else NamedSharding(sharding.mesh, spec)
+    )
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a PartitionSpec: a name, a tuple of names, or None."""
-    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+    return (
+        entry
+        if isinstance(entry, tuple)
+        else (entry,)
+        if isinstance(entry, str)
+        else ()
+    )
 
 
 def axes_of(shardings: Any) -> set[str]:
     """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
-    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}
+    return {
+        name
+        for leaf in jax.tree.leaves(shardings)
+        for entry in getattr(leaf, "spec", ())
+        for name in axis_names(entry)
+    }
 
 
 def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
@@ -306,31 +384,46 @@ def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
 
 @functools.wraps(_with_sharding_constraint)
 def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
-    if getattr(_patch, "mapped", None) is None or is_explicit(jax.sharding.get_abstract_mesh()):
+    if getattr(_patch, "mapped", None) is None or is_explicit(
+        jax.sharding.get_abstract_mesh()
+    ):
         return _with_sharding_constraint(x, shardings)
 
     def constrain_part(sharding: Any, part: Any) -> Any:
         return jax.tree.map(lambda leaf: constrain(leaf, sharding), part)
 
     # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are leaves.
-    is_leaf: Callable[[Any], bool] = lambda leaf: leaf is None or isinstance(leaf, PartitionSpec)  # noqa: E731
+    is_leaf: Callable[[Any], bool] = lambda leaf: (  # noqa: E731
+        leaf is None or isinstance(leaf, PartitionSpec)
+    )
     return jax.tree.map(constrain_part, shardings, x, is_leaf=is_leaf)
 
 
 @functools.cache
-def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> dict[int, np.ndarray]:
+def rows_of_processes(
+    mesh: Mesh, num_rows: int, axes: BatchAxes | None = None
+) -> dict[int, np.ndarray]:
     """Return the rows of a microbatch of `num_rows` that each process must have, in ascending order: those of its devices."""
     # A set: devices, and processes, that differ only in tensor or stage need the same rows. A missing stop is the end.
     found: dict[int, set[tuple[int, int]]] = {}
-    for device, index in batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items():
+    for device, index in (
+        batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items()
+    ):
         part = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop
         found.setdefault(device.process_index, set()).add(part)
-    rows = {process: np.concatenate([np.arange(*part) for part in sorted(parts)]) for process, parts in found.items()}
+    rows = {
+        process: np.concatenate([np.arange(*part) for part in sorted(parts)])
+        for process, parts in found.items()
+    }
     for own in rows.values():
-        own.setflags(write=False)  # cached: to ask a sharding takes longer than to read a small batch
+        own.setflags(
+            write=False
+        )  # cached: to ask a sharding takes longer than to read a small batch
     return rows
 
 
-def process_rows(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> np.ndarray:
+def process_rows(
+    mesh: Mesh, num_rows: int, axes: BatchAxes | None = None
+) -> np.ndarray:
     """Return the rows of a microbatch that this process must have."""
     return rows_of_processes(mesh, num_rows, axes)[jax.process_index()]

@@ -64,7 +64,10 @@ def split_model(
     """
     if not isinstance(model, nnx.Module) or not callable(loss_fn):
         found = f"model is {a_type(model)}, loss_fn is {a_type(loss_fn)}"
-        raise ConfigError(f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the arguments", key="model")
+        raise ConfigError(
+            f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the arguments",
+            key="model",
+        )
     check_signature(loss_fn)
     filters = wrt, nnx.Param, nnx.RngState, nnx.Intermediate, ...
     graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
@@ -73,23 +76,49 @@ def split_model(
     # Frozen arrays come from the state, as arguments of the program. In a closure they would be constants of it.
     none_frozen = None if has_frozen else frozen
 
-    def pure(params: Any, batch: Any, keys: jax.Array, *mutable: Any, frozen: Any = none_frozen) -> tuple[Any, ...]:
+    def pure(
+        params: Any,
+        batch: Any,
+        keys: jax.Array,
+        *mutable: Any,
+        frozen: Any = none_frozen,
+    ) -> tuple[Any, ...]:
         # Copy the tree: an NNX variable may only be written in the trace in which it was created.
-        carried, kept = jax.tree.map(lambda leaf: leaf, (mutable[0] if has_rest else rest, frozen))
-        merged = nnx.merge(graphdef, params, kept, _reseed(streams, keys), sown, carried)
+        carried, kept = jax.tree.map(
+            lambda leaf: leaf, (mutable[0] if has_rest else rest, frozen)
+        )
+        merged = nnx.merge(
+            graphdef, params, kept, _reseed(streams, keys), sown, carried
+        )
         nnx.pop(merged, nnx.Intermediate)
         loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
-        return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
+        return (
+            (loss, weight, aux, nnx.split(merged, *filters)[-1])
+            if has_rest
+            else (loss, weight, aux)
+        )
 
     pure.has_streams = bool(jax.tree.leaves(streams))  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"mutable": rest if has_rest else None, "frozen": frozen if has_frozen else None}
-    options |= {"shard_optimizer_over_data": shard_optimizer_over_data, "batch_axes": batch_axes}
+    options: dict[str, Any] = {
+        "mutable": rest if has_rest else None,
+        "frozen": frozen if has_frozen else None,
+    }
+    options |= {
+        "shard_optimizer_over_data": shard_optimizer_over_data,
+        "batch_axes": batch_axes,
+    }
     return create_state(params, tx, mesh, **options), pure
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:
     """Write copies of the parameters of a training state, and of its `mutable`, into the model."""
-    nnx.update(model, *jax.tree.map(jnp.copy, [tree for tree in (state.params, state.mutable) if tree is not None]))
+    nnx.update(
+        model,
+        *jax.tree.map(
+            jnp.copy,
+            [tree for tree in (state.params, state.mutable) if tree is not None],
+        ),
+    )
 
 
 def _reseed(streams: Any, keys: jax.Array) -> Any:
@@ -103,4 +132,6 @@ def _reseed(streams: Any, keys: jax.Array) -> Any:
         # Layers that were stacked with `nnx.split_rngs` have an array of keys.
         return jax.random.split(key, leaf.shape) if leaf.shape else key
 
-    return jax.tree.unflatten(structure, [new(index, leaf) for index, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(
+        structure, [new(index, leaf) for index, leaf in enumerate(leaves)]
+    )

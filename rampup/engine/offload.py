@@ -32,22 +32,36 @@ class ProgramMemory:
     temporary: int
     code: int
     host: int = 0  # arguments and results in host memory, which the others leave out
-    peak: int | None = None  # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts fragmentation twice
+    peak: int | None = (
+        None  # on a TPU, by the compiler: up to libtpu 0.0.50, `temporary` counts fragmentation twice
+    )
 
     @property
     def total(self) -> int:
         """Total bytes of device memory."""
-        total = self.arguments + self.outputs - self.aliased + self.temporary + self.code
+        total = (
+            self.arguments + self.outputs - self.aliased + self.temporary + self.code
+        )
         # The peak includes what is in host memory, so it is an upper bound only if nothing is there.
-        return total if self.peak is None or self.host else min(total, self.peak + self.code)
+        return (
+            total
+            if self.peak is None or self.host
+            else min(total, self.peak + self.code)
+        )
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
     """Return the memory per device that a `jax.stages.Compiled` needs, as the compiler planned it."""
     stats = compiled.memory_analysis()
     if stats is None:
-        raise ConfigError(f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs")
-    devices = [device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set]
+        raise ConfigError(
+            f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs"
+        )
+    devices = [
+        device
+        for sharding in jax.tree.leaves(compiled.input_shardings)
+        for device in sharding.device_set
+    ]
     platform = devices[0].platform if devices else jax.default_backend()
     return ProgramMemory(
         arguments=stats.argument_size_in_bytes,
@@ -55,14 +69,20 @@ def program_memory(compiled: Any) -> ProgramMemory:
         aliased=stats.alias_size_in_bytes,
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
-        host=stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
-        peak=getattr(stats, "peak_memory_in_bytes", None) if platform == "tpu" else None,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes,
+        peak=getattr(stats, "peak_memory_in_bytes", None)
+        if platform == "tpu"
+        else None,
     )
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of the compiler, a device or the host means that memory ran out."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    )
 
 
 def device_limit(device: jax.Device) -> int | None:
@@ -72,7 +92,9 @@ def device_limit(device: jax.Device) -> int | None:
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Return the largest peak memory of the devices so far in bytes, or None if they do not report it."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    peaks = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
+    ]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
@@ -85,7 +107,14 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
     free = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+        free.append(
+            1024
+            * next(
+                int(line.split()[1])
+                for line in lines
+                if line.startswith("MemAvailable:")
+            )
+        )
     except (OSError, StopIteration, ValueError):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             # Not Linux: assume that half of the memory is free.
@@ -93,14 +122,20 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
     with contextlib.suppress(OSError, ValueError):
         # Control groups of version 2, as containers have them. Without a limit, memory.max contains "max".
         folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (folder / name).read_text(encoding="ascii")
+            for name in ("memory.max", "memory.current")
+        )
         free.append(int(limit) - int(used))
     return int(SHARE_OF_HOST * max(min(free, default=0), 0)) // len(devices)
 
 
 def bytes_per_device(tree: Any) -> int:
     """Return the bytes per device of arrays, or of their shapes and shardings."""
-    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    shapes = [
+        (leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+    ]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
@@ -109,7 +144,9 @@ def host_memory_problem(mesh: Mesh) -> str | None:
     backend = mesh.devices.flat[0].platform
     # Another process's device does not list its memories, nor does one of a topology that is only compiled for.
     local = next(iter(mesh.local_devices), None)
-    if local is not None and HOST not in [memory.kind for memory in local.addressable_memories()]:
+    if local is not None and HOST not in [
+        memory.kind for memory in local.addressable_memories()
+    ]:
         return f"the backend {backend!r} has no {HOST} memory"
     try:
         _host_program(mesh)
@@ -120,7 +157,10 @@ def host_memory_problem(mesh: Mesh) -> str | None:
 
 def reports_host_memory(mesh: Mesh) -> bool:
     """Return whether this backend counts a program's host memory apart from device memory. On CPU they are the same."""
-    return host_memory_problem(mesh) is None and program_memory(_host_program(mesh)).host > 0
+    return (
+        host_memory_problem(mesh) is None
+        and program_memory(_host_program(mesh)).host > 0
+    )
 
 
 @functools.cache
@@ -129,7 +169,11 @@ def _host_program(mesh: Mesh) -> Any:
     device = replicated(mesh)
     host = device.with_memory_kind(HOST)
     shape: Any = jax.eval_shape(lambda: jax.numpy.zeros(8)).update(sharding=host)
-    return jax.jit(lambda x: jax.device_put(x, device) + 1, out_shardings=host).lower(shape).compile()
+    return (
+        jax.jit(lambda x: jax.device_put(x, device) + 1, out_shardings=host)
+        .lower(shape)
+        .compile()
+    )
 
 
 def device_shardings(shardings: Any) -> Any:
@@ -140,14 +184,21 @@ def device_shardings(shardings: Any) -> Any:
             return sharding
         # Only a device of this process says what its default memory is called. On all accelerators it is "device".
         local = next(iter(sharding.addressable_devices), None)
-        return sharding.with_memory_kind("device" if local is None else local.default_memory().kind)
+        return sharding.with_memory_kind(
+            "device" if local is None else local.default_memory().kind
+        )
 
     return jax.tree.map(on_device, shardings)
 
 
 def host_shardings(tree: Any) -> Any:
     """Return the shardings of a tree's leaves with arrays in host memory; scalars stay on the devices."""
-    return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding, tree)
+    return jax.tree.map(
+        lambda leaf: (
+            leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding
+        ),
+        tree,
+    )
 
 
 def fetch_offloaded(state: Any, shardings: Any) -> Any:

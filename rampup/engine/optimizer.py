@@ -80,34 +80,64 @@ class LearningRate:
 
     @classmethod
     def from_config(
-        cls, config: Any, plan: RampPlan, *, peak: float, decay_fraction: float = 0.1, decay_style: DecayStyle = "linear"
+        cls,
+        config: Any,
+        plan: RampPlan,
+        *,
+        peak: float,
+        decay_fraction: float = 0.1,
+        decay_style: DecayStyle = "linear",
     ) -> Self:
         """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
-        keys = {"kind": config.lr_schedule_type, "final_fraction": config.learning_rate_final_fraction}
-        keys |= {"warmup_fraction": config.warmup_steps_fraction, "decay_fraction": decay_fraction}
+        keys = {
+            "kind": config.lr_schedule_type,
+            "final_fraction": config.learning_rate_final_fraction,
+        }
+        keys |= {
+            "warmup_fraction": config.warmup_steps_fraction,
+            "decay_fraction": decay_fraction,
+        }
         return cls(plan=plan, peak=peak, decay_style=decay_style, **keys)
 
     def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32, in a segment, which None looks up in the plan."""
         level = None
         if segment is None:
-            segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
-            start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
+            segments = [
+                segment
+                for segment in self.plan.clock
+                if segment.start_step <= MAX_STEPS
+            ]
+            start_steps = jnp.asarray(
+                np.array([segment.start_step for segment in segments], np.int32)
+            )
             index = jnp.searchsorted(start_steps, count, side="right") - 1
 
             def column(name: str) -> Any:
-                return jnp.asarray(np.array([getattr(segment, name) for segment in segments], np.float32))[index]
+                return jnp.asarray(
+                    np.array(
+                        [getattr(segment, name) for segment in segments], np.float32
+                    )
+                )[index]
 
             names = ("progress", "progress_per_step", "scale")
-            segment = {"start_step": start_steps[index], **{name: column(name) for name in names}}
+            segment = {
+                "start_step": start_steps[index],
+                **{name: column(name) for name in names},
+            }
             level = None if self.plan.seesaw is None else column("level")
-        progress = segment["progress"] + (count - segment["start_step"]) * segment["progress_per_step"]
+        progress = (
+            segment["progress"]
+            + (count - segment["start_step"]) * segment["progress_per_step"]
+        )
         return self._rate(count, progress, level, jnp) * segment["scale"]
 
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, computed on the host."""
         segment = self.plan.segment_at(step)
-        progress = segment.progress + (step - segment.start_step) * segment.progress_per_step
+        progress = (
+            segment.progress + (step - segment.start_step) * segment.progress_per_step
+        )
         return float(self._rate(step, progress, segment.level)) * segment.scale
 
     def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
@@ -116,15 +146,26 @@ class LearningRate:
         final = self.peak * self.final_fraction
         warmup = self.warmup_fraction
         if self.plan.seesaw is None:
-            shape: dict[str, Any] = {"decay_fraction": self.decay_fraction, "decay_style": self.decay_style}
-            after = peak + (final - peak) * decay_progress(progress, kind=self.kind, warmup_fraction=warmup, **shape, xp=xp)
+            shape: dict[str, Any] = {
+                "decay_fraction": self.decay_fraction,
+                "decay_style": self.decay_style,
+            }
+            after = peak + (final - peak) * decay_progress(
+                progress, kind=self.kind, warmup_fraction=warmup, **shape, xp=xp
+            )
         else:
             after = peak * level
-        where = xp.where if xp else (lambda condition, yes, no: yes if condition else no)
+        where = (
+            xp.where if xp else (lambda condition, yes, no: yes if condition else no)
+        )
         rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
         # A run with a budget of samples has no step after the end of its schedule.
         has_end = self.kind != "constant" and self.plan.budget_samples is None
-        return where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0) if has_end else rate
+        return (
+            where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
+            if has_end
+            else rate
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +187,9 @@ class AdamSchedule:
     constants: Sequence[AdamConstants]
 
     @classmethod
-    def from_scaling(cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> Self:
+    def from_scaling(
+        cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling
+    ) -> Self:
         """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches.
 
         If the ramp is decided during the run, the steps of `at` are those of a plan with a step of every size.
@@ -158,17 +201,35 @@ class AdamSchedule:
         """Return the constants of an optimizer step, on the host."""
         return self.constants[self.plan.segment_index(step)]
 
-    def __call__(self, count: Any, segment: SegmentNumbers | None = None) -> dict[str, Any]:
+    def __call__(
+        self, count: Any, segment: SegmentNumbers | None = None
+    ) -> dict[str, Any]:
         """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
         table = [
-            {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+            {
+                "b1": c.b1,
+                "c1": 1 - c.b1,
+                "b2": c.b2,
+                "c2": 1 - c.b2,
+                "eps": c.eps,
+                "weight_decay": c.weight_decay,
+            }
             for segment, c in zip(self.plan.clock, self.constants, strict=True)
             if segment.start_step <= MAX_STEPS
         ]
-        key, value = ("start_step", count) if segment is None else ("global_batch_size", segment["global_batch_size"])
-        ordered = np.array([getattr(row, key) for row in self.plan.clock[: len(table)]], np.int32)
+        key, value = (
+            ("start_step", count)
+            if segment is None
+            else ("global_batch_size", segment["global_batch_size"])
+        )
+        ordered = np.array(
+            [getattr(row, key) for row in self.plan.clock[: len(table)]], np.int32
+        )
         index = jnp.searchsorted(jnp.asarray(ordered), value, side="right") - 1
-        return {name: jnp.asarray(np.array([row[name] for row in table]))[index] for name in table[0]}
+        return {
+            name: jnp.asarray(np.array([row[name] for row in table]))[index]
+            for name in table[0]
+        }
 
 
 class FollowingOptimizer(optax.GradientTransformationExtraArgs):
@@ -177,10 +238,19 @@ class FollowingOptimizer(optax.GradientTransformationExtraArgs):
     __slots__ = ()
 
     @classmethod
-    def of(cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]) -> Self:
+    def of(
+        cls, make: Callable[[SegmentNumbers | None], optax.GradientTransformation]
+    ) -> Self:
         """Return the optimizer whose update is that of the one that `make` returns for the numbers of a step."""
 
-        def update(grads: Any, state: Any, params: Any = None, *, segment: SegmentNumbers, **_: Any) -> tuple[Any, Any]:
+        def update(
+            grads: Any,
+            state: Any,
+            params: Any = None,
+            *,
+            segment: SegmentNumbers,
+            **_: Any,
+        ) -> tuple[Any, Any]:
             return make(segment).update(grads, state, params)
 
         return cls(make(None).init, update)
@@ -214,20 +284,38 @@ def scheduled_adamw(
         def average(b: Any, c: Any, x: Any, old: Any) -> Any:
             return c.astype(x.dtype) * x + b.astype(old.dtype) * old
 
-        mu = jax.tree.map(lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu)
-        nu = jax.tree.map(lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old), grads, moments.nu)
+        mu = jax.tree.map(
+            lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu
+        )
+        nu = jax.tree.map(
+            lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old),
+            grads,
+            moments.nu,
+        )
         one = jnp.ones(())
-        mass = MomentMasses(average(now["b1"], now["c1"], one, masses.b1), average(now["b2"], now["c2"], one, masses.b2))
+        mass = MomentMasses(
+            average(now["b1"], now["c1"], one, masses.b1),
+            average(now["b2"], now["c2"], one, masses.b2),
+        )
         mu_hat = jax.tree.map(lambda m: m / mass.b1.astype(m.dtype), mu)
         nu_hat = jax.tree.map(lambda v: v / mass.b2.astype(v.dtype), nu)
 
         def step(m: Any, v: Any, param: Any) -> Any:
-            change = m / (jnp.sqrt(v) + now["eps"].astype(v.dtype)) + now["weight_decay"].astype(param.dtype) * param
+            change = (
+                m / (jnp.sqrt(v) + now["eps"].astype(v.dtype))
+                + now["weight_decay"].astype(param.dtype) * param
+            )
             return jnp.asarray(step_size, change.dtype) * change
 
-        new = optax.ScaleByAdamState(count=optax.safe_increment(moments.count), mu=mu, nu=nu)
+        new = optax.ScaleByAdamState(
+            count=optax.safe_increment(moments.count), mu=mu, nu=nu
+        )
         updates = jax.tree.map(step, mu_hat, nu_hat, params)
-        return updates, (new, mass, optax.ScaleByScheduleState(count=optax.safe_increment(clock.count)))
+        return updates, (
+            new,
+            mass,
+            optax.ScaleByScheduleState(count=optax.safe_increment(clock.count)),
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -273,27 +361,49 @@ def make_optimizer(
     if kind == "muon":
         if adam is not None or nu_dtype is not None:
             name = "batch_scaling" if adam is not None else "nu_dtype"
-            raise ConfigError(f"{name} changes how AdamW works, which opt_type=muon runs for a part of the model", key=name)
+            raise ConfigError(
+                f"{name} changes how AdamW works, which opt_type=muon runs for a part of the model",
+                key=name,
+            )
         if "consistent_rms" not in inspect.signature(optax.contrib.muon).parameters:
             problem = f"opt_type=muon needs Optax 0.2.7 or newer, not {optax.__version__}: pip install -U optax"
             raise MissingDependencyError(problem, key="opt_type")
-        constants = {"adam_b1": b1, "adam_b2": b2, "adam_weight_decay": weight_decay, "eps": eps, "weight_decay": weight_decay}
-        options = {"muon_weight_dimension_numbers": matrices, "mu_dtype": mu_dtype, "consistent_rms": MUON_RMS}
-        return optax.chain(*clipping, optax.contrib.muon(learning_rate, **constants, **options))
+        constants = {
+            "adam_b1": b1,
+            "adam_b2": b2,
+            "adam_weight_decay": weight_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        options = {
+            "muon_weight_dimension_numbers": matrices,
+            "mu_dtype": mu_dtype,
+            "consistent_rms": MUON_RMS,
+        }
+        return optax.chain(
+            *clipping, optax.contrib.muon(learning_rate, **constants, **options)
+        )
     if kind == "sgd":
         tx = optax.sgd(learning_rate)
     elif adam is not None:
         tx = scheduled_adamw(learning_rate, adam)
     else:
-        tx = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-    return optax.chain(*clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype))
+        tx = optax.adamw(
+            learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
+        )
+    return optax.chain(
+        *clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype)
+    )
 
 
 def optimizer_from_config(
     config: Any, rate: LearningRate, *, adam: AdamSchedule | None = None, **others: Any
 ) -> optax.GradientTransformation:
     """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
-    others |= {name: getattr(config, f"adam_{name}") for name in ("b1", "b2", "eps", "weight_decay")}
+    others |= {
+        name: getattr(config, f"adam_{name}")
+        for name in ("b1", "b2", "eps", "weight_decay")
+    }
     others |= {"kind": config.opt_type, "clip_norm": config.gradient_clipping_threshold}
     make = functools.partial(make_optimizer, **others)
     if not rate.plan.follows:
@@ -306,20 +416,27 @@ def optimizer_from_config(
     return FollowingOptimizer.of(of_step)
 
 
-def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any) -> optax.GradientTransformation:
+def _store_moments(
+    tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any
+) -> optax.GradientTransformation:
     """Return AdamW with its moments stored in other types than those of the parameters."""
     if mu_dtype is None and nu_dtype is None:
         return tx
 
     def init(params: Any) -> Any:
         moments, *others = tx.init(params)
-        return moments._replace(mu=optax.tree.cast(moments.mu, mu_dtype), nu=optax.tree.cast(moments.nu, nu_dtype)), *others
+        return moments._replace(
+            mu=optax.tree.cast(moments.mu, mu_dtype),
+            nu=optax.tree.cast(moments.nu, nu_dtype),
+        ), *others
 
     # Only what is kept between steps is rounded; the update itself reads float32 moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, *others = state
         mu, nu, grads = jax.tree.map(as_summed, (moments.mu, moments.nu, grads))
-        updates, new = tx.update(grads, (moments._replace(mu=mu, nu=nu), *others), params)
+        updates, new = tx.update(
+            grads, (moments._replace(mu=mu, nu=nu), *others), params
+        )
         return updates, cast_like(new, state)
 
     return optax.GradientTransformation(init, update)

@@ -70,8 +70,20 @@ from jax.sharding import Mesh, PartitionSpec
 from rampup.engine.accumulate import take
 from rampup.engine.contract import Counts, check_aux, signature_problem
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, constrain_leaves, own_constraints
-from rampup.engine.sums import Recipe, Sums, accumulator_type, as_summed, cast_for_exchange
+from rampup.engine.mesh import (
+    STAGE,
+    BatchAxes,
+    auto_view,
+    constrain_leaves,
+    own_constraints,
+)
+from rampup.engine.sums import (
+    Recipe,
+    Sums,
+    accumulator_type,
+    as_summed,
+    cast_for_exchange,
+)
 from rampup.engine.whole import with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import ConfigError, PipelineShapeError, a_type
@@ -122,39 +134,89 @@ class PipelinedLoss:
             raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
 
     def sums_and_grads(
-        self, params: Params, batch_KR: Any, keys_KR: Any, counts: Counts, recipe: Recipe, *, mesh: Mesh, param_shardings: Any
+        self,
+        params: Params,
+        batch_KR: Any,
+        keys_KR: Any,
+        counts: Counts,
+        recipe: Recipe,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        sums = pipeline_sums(self, params, (batch_KR, keys_KR), counts, recipe, mesh, param_shardings)
+        sums = pipeline_sums(
+            self, params, (batch_KR, keys_KR), counts, recipe, mesh, param_shardings
+        )
         return recipe.finalize(sums._replace(grads=None), sums.mean_grads())
 
     def eval_sums(
-        self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+        self,
+        params: Params,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        num_microbatches: jax.Array,
+        *,
+        mesh: Mesh,
+        mutable: Any = None,
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        return pipeline_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Recipe(mutable=mutable), mesh)
+        return pipeline_sums(
+            self,
+            params,
+            (batch_KR, keys_KR),
+            (num_microbatches, 1),
+            Recipe(mutable=mutable),
+            mesh,
+        )
 
 
 def pipeline_sums(
-    loss: PipelinedLoss, params: Params, rows: Any, counts: Any, recipe: Recipe, mesh: Mesh, param_shardings: Any = None
+    loss: PipelinedLoss,
+    params: Params,
+    rows: Any,
+    counts: Any,
+    recipe: Recipe,
+    mesh: Mesh,
+    param_shardings: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches through the pipeline, or without `param_shardings` the loss alone."""
     if recipe.mutable is not None:
-        raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
+        raise ConfigError(
+            "the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters"
+        )
     # As in the program below, a `jax.shard_map` of the loss finds the mesh.
     with jax.sharding.use_abstract_mesh(auto_view(mesh).abstract_mesh):
-        check_shapes(loss, params, rows[0], rows[1], mesh, measures_noise=recipe.noise is not None)
+        check_shapes(
+            loss,
+            params,
+            rows[0],
+            rows[1],
+            mesh,
+            measures_noise=recipe.noise is not None,
+        )
 
-    def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, recipe: Recipe) -> Sums:
+    def stage_sums(
+        layers: Any, shared: Any, rows: Any, m: Any, passes: Any, recipe: Recipe
+    ) -> Sums:
         stage = Stage(loss, layers, shared, rows, mesh, recipe, param_shardings)
-        sums = jax.lax.fori_loop(0, passes, lambda index, sums: stage.run_pass(index * m, m, sums), stage.zeros())
+        sums = jax.lax.fori_loop(
+            0,
+            passes,
+            lambda index, sums: stage.run_pass(index * m, m, sums),
+            stage.zeros(),
+        )
         if sums.grads is None:
             return sums
         chunks, shared = sums.grads
-        return sums._replace(grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared))
+        return sums._replace(
+            grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared)
+        )
 
     m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
-    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), recipe)
+    return run_on_stages(
+        stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), recipe
+    )
 
 
 def permute_layers(tree: Any, order: Sequence[int]) -> Any:
@@ -191,43 +253,75 @@ def run_on_stages(
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
     manual = {*axes.manual(mesh), STAGE}
-    shardings = None if param_shardings is None else (param_shardings[LAYERS], _without_layers(param_shardings))
+    shardings = (
+        None
+        if param_shardings is None
+        else (param_shardings[LAYERS], _without_layers(param_shardings))
+    )
     scatters = is_scattered(shardings, axes)
 
     def reduced_sums(*arguments: Any) -> Sums:
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
             # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
-            reduced = _reduce_all_but_gradients(sums, recipe, replicas, axes.num_replicas(mesh))
+            reduced = _reduce_all_but_gradients(
+                sums, recipe, replicas, axes.num_replicas(mesh)
+            )
             if param_shardings is None:
                 return reduced
             layers, shared = cast_for_exchange(sums.grads, loss.reduction_dtype, mesh)
             if scatters:
-                grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
+                grads = reduce_gradients(
+                    (layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes
+                )
             else:
-                grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
-            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
+                grads = (
+                    jax.lax.psum(layers, replicas) if replicas else layers,
+                    jax.lax.psum(shared, (*replicas, STAGE)),
+                )
+            grads = jax.tree.map(
+                lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads
+            )
             return reduced._replace(grads=constrain_leaves(grads, shardings))
 
     by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
-    grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
+    grad_specs = (
+        manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
+    )
     recipe_specs: Any = whole
     if recipe.noise is not None and recipe.noise.moments is not None:
-        moments_specs = {name: by_stage if name == LAYERS else whole for name in recipe.noise.moments}
-        recipe_specs = replace(recipe, noise=replace(recipe.noise, moments=moments_specs), scale=whole)
+        moments_specs = {
+            name: by_stage if name == LAYERS else whole for name in recipe.noise.moments
+        }
+        recipe_specs = replace(
+            recipe, noise=replace(recipe.noise, moments=moments_specs), scale=whole
+        )
     sums: Sums = jax.shard_map(
         with_whole_operands(own_constraints()(reduced_sums), mesh, manual),
         mesh=auto_view(mesh),
         axis_names=manual,
         in_specs=(by_stage, whole, by_replica, whole, whole, recipe_specs),
-        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, mutable=None, noise=whole),
+        out_specs=Sums(
+            None if shardings is None else grad_specs,
+            whole,
+            whole,
+            whole,
+            mutable=None,
+            noise=whole,
+        ),
         check_vma=False,
     )(params[LAYERS], _without_layers(params), rows, *counts, recipe)
-    return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
+    return (
+        sums
+        if param_shardings is None
+        else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
+    )
 
 
-def _reduce_all_but_gradients(sums: Sums, recipe: Recipe, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+def _reduce_all_but_gradients(
+    sums: Sums, recipe: Recipe, replicas: tuple[str, ...], num_replicas: int
+) -> Sums:
     """Add up everything but the gradients over replicas and stages, in one round of collectives.
 
     The squares of a microbatch are spread over the stages, and its weight is known on the last one. So every replica puts its
@@ -237,11 +331,18 @@ def _reduce_all_but_gradients(sums: Sums, recipe: Recipe, replicas: tuple[str, .
     if sums.noise is None:
         return recipe.aggregate(sums, (*replicas, STAGE))
     row = jax.lax.axis_index(replicas) if replicas else 0
-    by_replica = NoiseSums(*(jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x) for x in sums.noise))
+    by_replica = NoiseSums(
+        *(
+            jnp.zeros((num_replicas, *x.shape), x.dtype).at[row].set(x)
+            for x in sums.noise
+        )
+    )
     reduced = recipe.aggregate(sums._replace(noise=by_replica), (*replicas, STAGE))
     assert reduced.noise is not None
     squares_nDK = jnp.moveaxis(reduced.noise.squares, 0, -2)
-    noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel())
+    noise = divide_by_weights(
+        squares_nDK.reshape(*squares_nDK.shape[:-2], -1), reduced.noise.blocks.ravel()
+    )
     return reduced._replace(noise=noise)
 
 
@@ -249,7 +350,14 @@ class Stage:
     """What one stage computes with its `layers` and the other parameters; see the schedule at the top of the file."""
 
     def __init__(
-        self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, recipe: Recipe, param_shardings: Any
+        self,
+        loss: PipelinedLoss,
+        layers: Any,
+        shared: Any,
+        rows: Any,
+        mesh: Mesh,
+        recipe: Recipe,
+        param_shardings: Any,
     ) -> None:
         self.loss, self.shared, self.recipe = loss, shared, recipe
         self.shardings = param_shardings
@@ -264,24 +372,37 @@ class Stage:
         self.lag = self.v * self.p - 1
         self.ring_size = 2 * self.v * self.p - 1
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
-        other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
+        other_axes = math.prod(
+            mesh.shape[axis]
+            for axis in mesh.axis_names
+            if axis not in (STAGE, *replica)
+        )
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
 
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
         x = jax.eval_shape(self._first, 0)
         results = jax.eval_shape(self._last, x, 0)
-        loss, weight, aux = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), results)
+        loss, weight, aux = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)),
+            results,
+        )
         grads = None
         if self.with_grads:
             dtype = self.loss.accumulator_dtype
-            grads = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), (self.chunks, self.shared))
+            grads = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)),
+                (self.chunks, self.shared),
+            )
         meter, noise = self.recipe.noise, None
         if meter is not None:
             K = self.keys_KR.shape[0]
             geometries = 1 if meter.moments is None else 2
             dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(grads))
-            noise = NoiseSums(jnp.zeros((geometries, *meter.shards, K), dtype), jnp.zeros((K,), weight.dtype))
+            noise = NoiseSums(
+                jnp.zeros((geometries, *meter.shards, K), dtype),
+                jnp.zeros((K,), weight.dtype),
+            )
         return Sums(grads, loss, weight, aux, noise=noise)
 
     def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
@@ -297,8 +418,13 @@ class Stage:
         if self.with_grads:
             kept: Any = ()
             if self.loss.remat_policy is not None:
-                pullback, kept = jax.eval_shape(self._pullback, x, jnp.int32(0), jnp.int32(0))
-            ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), (x, ones(kept)))
+                pullback, kept = jax.eval_shape(
+                    self._pullback, x, jnp.int32(0), jnp.int32(0)
+                )
+            ring = jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)),
+                (x, ones(kept)),
+            )
 
         def unit_of(unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
@@ -306,30 +432,50 @@ class Stage:
             rest = unit % (self.v * self.p)
             k, turn = group * self.p + rest % self.p, rest // self.p
             is_real = (unit >= 0) & (k < m)
-            return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+            return (
+                is_real,
+                start + jnp.where(is_real, k, 0),
+                jnp.where(is_real, turn, 0),
+            )
 
         def forward(t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
             """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
             with jax.named_scope("forward_tick"):
                 unit = t - self.s
                 is_real, k, r = unit_of(unit)
-                x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+                x = self._if(
+                    is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived
+                )
                 is_last = (self.s == self.p - 1) & (r == self.v - 1)
                 # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very
                 # tick, so its forward is left to it, and y is the chunk's input.
                 runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
-                y, kept = self._if(runs, lambda: self._forward_chunk(x, k, r, pullback), (x, take(ring[1], 0)))
+                y, kept = self._if(
+                    runs,
+                    lambda: self._forward_chunk(x, k, r, pullback),
+                    (x, take(ring[1], 0)),
+                )
                 slot = unit % self.ring_size
-                return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
+                return y, jax.tree.map(
+                    lambda ring, x: ring.at[slot].set(
+                        jnp.where(is_real, x, ring[slot])
+                    ),
+                    ring,
+                    (x, kept),
+                )
 
-        def backward(t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+        def backward(
+            t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
+        ) -> tuple[Sums, Any]:
             """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums and the gradient to send."""
             with jax.named_scope("backward_tick"):
                 unit = t - self.lag - (self.p - 1 - self.s)
                 is_real, k, turn = unit_of(unit)
                 r = self.v - 1 - turn
                 stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-                compute = lambda: self._backward_chunk(sums, stash, pullback, y, arrived, k, r)  # noqa: E731
+                compute = lambda: self._backward_chunk(  # noqa: E731
+                    sums, stash, pullback, y, arrived, k, r
+                )
                 return self._if(is_real, compute, (sums, arrived))
 
         def tick(t: jax.Array, carry: Any) -> Any:
@@ -338,14 +484,24 @@ class Stage:
             if not self.with_grads:
                 with jax.named_scope("evaluation_tick"):
                     is_real, k, r = unit_of(t - self.s)
-                    x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x)
-                    y = self._if(is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x)
+                    x = self._if(
+                        is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x
+                    )
+                    y = self._if(
+                        is_real, lambda: self.loss.stage(*self._inputs(x, k, r)), x
+                    )
                     is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-                    sums = self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
+                    sums = self._if(
+                        is_last, lambda: _add_loss(sums, self._last(y, k), k), sums
+                    )
                 return sums, ring, self._send(y, 1), gradient
-            y, ring = self._if_any_stage(t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring))
+            y, ring = self._if_any_stage(
+                t < forward_ticks, lambda: forward(t, x, ring), otherwise=(x, ring)
+            )
             sums, gradient = self._if_any_stage(
-                t >= self.lag, lambda: backward(t, y, ring, gradient, sums), otherwise=(sums, gradient)
+                t >= self.lag,
+                lambda: backward(t, y, ring, gradient, sums),
+                otherwise=(sums, gradient),
             )
             # The only communication of a tick: two permutes around the ring of stages, by all of them.
             return sums, ring, self._send(y, 1), self._send(gradient, -1)
@@ -353,7 +509,9 @@ class Stage:
         num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
         return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
-    def _forward_chunk(self, x: Any, k: Any, r: Any, pullback: Pullback | None) -> tuple[Any, Any]:
+    def _forward_chunk(
+        self, x: Any, k: Any, r: Any, pullback: Pullback | None
+    ) -> tuple[Any, Any]:
         """Return a chunk's output, and the values that its backward needs in addition to its input."""
         inputs = self._inputs(x, k, r)
         if pullback is None:
@@ -370,15 +528,31 @@ class Stage:
 
     def _inputs(self, x: Any, k: Any, r: Any) -> tuple[Any, ...]:
         """Return the arguments of `PipelinedLoss.stage` for microbatch k in chunk r."""
-        return take(self.chunks, r), x, *self._microbatch(k), (r * self.p + self.s) * self.chunk_size
+        return (
+            take(self.chunks, r),
+            x,
+            *self._microbatch(k),
+            (r * self.p + self.s) * self.chunk_size,
+        )
 
     def _vjp_chunk(self, chunk: Any, x: Any, *others: Any) -> tuple[Any, Any]:
         policy = self.loss.remat_policy
-        stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
+        stage = (
+            jax.checkpoint(self.loss.stage, policy=policy)
+            if policy
+            else self.loss.stage
+        )
         return jax.vjp(lambda chunk, x: stage(chunk, x, *others), chunk, x)
 
     def _backward_chunk(
-        self, sums: Sums, stash: Any, pullback: Pullback | None, y: Any, arrived: Any, k: jax.Array, r: jax.Array
+        self,
+        sums: Sums,
+        stash: Any,
+        pullback: Pullback | None,
+        y: Any,
+        arrived: Any,
+        k: jax.Array,
+        r: jax.Array,
     ) -> tuple[Sums, Any]:
         """Add the gradients of one unit to the sums; return the gradient of its input."""
         x, kept = stash
@@ -388,22 +562,43 @@ class Stage:
         else:
             run = pullback.restore(inputs, kept)
         is_last = (self.s == self.p - 1) & (r == self.v - 1)
-        sums, gradient = self._if(is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived))
+        sums, gradient = self._if(
+            is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived)
+        )
         chunk_gradient, gradient = run(gradient)
         chunks, shared = sums.grads
-        chunks = jax.tree.map(lambda total, g: total.at[r].add(g.astype(total.dtype)), chunks, chunk_gradient)
+        chunks = jax.tree.map(
+            lambda total, g: total.at[r].add(g.astype(total.dtype)),
+            chunks,
+            chunk_gradient,
+        )
         sums = sums._replace(noise=self._add_squares(sums.noise, chunk_gradient, k, r))
         is_first = (self.s == 0) & (r == 0)
-        shared, noise = self._if(is_first, lambda: self._first_gradient(shared, sums.noise, gradient, k), (shared, sums.noise))
+        shared, noise = self._if(
+            is_first,
+            lambda: self._first_gradient(shared, sums.noise, gradient, k),
+            (shared, sums.noise),
+        )
         return sums._replace(grads=(chunks, shared), noise=noise), gradient
 
-    def _add_squares(self, sums: NoiseSums | None, gradient: Any, k: jax.Array, r: jax.Array | None = None) -> NoiseSums | None:
+    def _add_squares(
+        self,
+        sums: NoiseSums | None,
+        gradient: Any,
+        k: jax.Array,
+        r: jax.Array | None = None,
+    ) -> NoiseSums | None:
         """Add the squares of a part of the gradient of microbatch k: of chunk r of the layers, or of the shared parameters."""
         meter = self.recipe.noise
         if meter is None or sums is None:
             return sums
-        part: Callable[[Any], Any] = _without_layers if r is None else lambda tree: tree[LAYERS]
-        gradient, moments = jax.tree.map(as_summed, gradient), None if meter.moments is None else part(meter.moments)
+        part: Callable[[Any], Any] = (
+            _without_layers if r is None else lambda tree: tree[LAYERS]
+        )
+        gradient, moments = (
+            jax.tree.map(as_summed, gradient),
+            None if meter.moments is None else part(meter.moments),
+        )
         if moments is not None and r is not None:
             moments = take(jax.tree.map(self._as_chunks, moments), r)
         squares = meter.squares(gradient, moments, part(self.shardings), varying=k)
@@ -419,14 +614,22 @@ class Stage:
             loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
             return self.recipe.scaled(loss), (loss, weight, aux)
 
-        (_, results), (shared, gradient) = jax.value_and_grad(last, argnums=(0, 1), has_aux=True)(self.shared, y)
+        (_, results), (shared, gradient) = jax.value_and_grad(
+            last, argnums=(0, 1), has_aux=True
+        )(self.shared, y)
         sums = _add_loss(sums, results, k)
         grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
-        return sums._replace(grads=grads, noise=self._add_squares(sums.noise, shared, k)), gradient
+        return sums._replace(
+            grads=grads, noise=self._add_squares(sums.noise, shared, k)
+        ), gradient
 
-    def _first_gradient(self, total: Any, noise: NoiseSums | None, gradient: Any, k: jax.Array) -> tuple[Any, NoiseSums | None]:
+    def _first_gradient(
+        self, total: Any, noise: NoiseSums | None, gradient: Any, k: jax.Array
+    ) -> tuple[Any, NoiseSums | None]:
         """Add the gradients of the first part, and their squares."""
-        _, pullback = jax.vjp(lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared)
+        _, pullback = jax.vjp(
+            lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared
+        )
         (shared,) = pullback(gradient)
         return _add_gradient(total, shared), self._add_squares(noise, shared, k)
 
@@ -441,17 +644,29 @@ class Stage:
 
     def _send(self, x: Any, step: int) -> Any:
         """Send a value `step` stages further around the ring; return the value that arrives."""
-        return jax.lax.ppermute(x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)])
+        return jax.lax.ppermute(
+            x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)]
+        )
 
-    def _if(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    def _if(
+        self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any
+    ) -> Any:
         """Return what this stage computes if the condition holds here, else `otherwise`; see `PipelinedLoss.skip_idle`."""
         if self.skips_idle:
             return jax.lax.cond(condition, compute, lambda: otherwise)
-        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), compute(), otherwise)
+        return jax.tree.map(
+            lambda a, b: jnp.where(condition, a, b), compute(), otherwise
+        )
 
-    def _if_any_stage(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+    def _if_any_stage(
+        self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any
+    ) -> Any:
         """Return what the stages compute if any has work: all take the same branch, so collectives inside are safe."""
-        return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
+        return (
+            compute()
+            if self.skips_idle
+            else jax.lax.cond(condition, compute, lambda: otherwise)
+        )
 
 
 @jax.tree_util.register_static
@@ -465,18 +680,31 @@ class Pullback:
     def __init__(self, pullback: Any, inputs: Any) -> None:
         leaves, self._structure = jax.tree.flatten(pullback)
         known = jax.tree.leaves(inputs)
-        self._places = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
+        self._places = [
+            next((n for n, other in enumerate(known) if other is leaf), None)
+            for leaf in leaves
+        ]
 
     def kept(self, pullback: Any) -> tuple[Any, ...]:
         """Return the leaves of a pullback that are no inputs."""
         leaves = jax.tree.leaves(pullback)
-        return tuple(leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None)
+        return tuple(
+            leaf
+            for leaf, place in zip(leaves, self._places, strict=True)
+            if place is None
+        )
 
-    def restore(self, inputs: Any, kept: tuple[Any, ...]) -> Callable[[Any], tuple[Any, Any]]:
+    def restore(
+        self, inputs: Any, kept: tuple[Any, ...]
+    ) -> Callable[[Any], tuple[Any, Any]]:
         """Return the pullback that `kept` are the leaves of."""
         known, rest = jax.tree.leaves(inputs), iter(kept)
-        leaves = [next(rest) if place is None else known[place] for place in self._places]
-        pullback: Callable[[Any], tuple[Any, Any]] = jax.tree.unflatten(self._structure, leaves)
+        leaves = [
+            next(rest) if place is None else known[place] for place in self._places
+        ]
+        pullback: Callable[[Any], tuple[Any, Any]] = jax.tree.unflatten(
+            self._structure, leaves
+        )
         return pullback
 
 
@@ -484,8 +712,14 @@ def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
     """Add the results of microbatch k."""
     loss, weight, aux = jax.tree.map(as_summed, results)
     if sums.noise is not None:
-        sums = sums._replace(noise=sums.noise._replace(blocks=sums.noise.blocks.at[k].add(weight)))
-    return sums._replace(loss=sums.loss + loss, weight=sums.weight + weight, aux=jax.tree.map(jnp.add, sums.aux, aux))
+        sums = sums._replace(
+            noise=sums.noise._replace(blocks=sums.noise.blocks.at[k].add(weight))
+        )
+    return sums._replace(
+        loss=sums.loss + loss,
+        weight=sums.weight + weight,
+        aux=jax.tree.map(jnp.add, sums.aux, aux),
+    )
 
 
 def _add_gradient(total: Any, gradient: Any) -> Any:
@@ -497,45 +731,82 @@ def _without_layers(params: Params) -> dict[str, Any]:
 
 
 def check_shapes(
-    loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh, *, measures_noise: bool = False
+    loss: PipelinedLoss,
+    params: Params,
+    batch_KR: Any,
+    keys_KR: jax.Array,
+    mesh: Mesh,
+    *,
+    measures_noise: bool = False,
 ) -> None:
     """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
-        raise PipelineShapeError(f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh")
+        raise PipelineShapeError(
+            f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh"
+        )
     p, v = mesh.shape[STAGE], loss.num_repeats
     if v < 1:
-        raise PipelineShapeError(f"num_pipeline_repeats={v} must be at least 1", key="num_pipeline_repeats", nearest=(1,))
+        raise PipelineShapeError(
+            f"num_pipeline_repeats={v} must be at least 1",
+            key="num_pipeline_repeats",
+            nearest=(1,),
+        )
     # Not another mapping: gradients are a dict, and must have the same structure.
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))} if type(params) is dict else set()
+    sizes = (
+        {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))}
+        if type(params) is dict
+        else set()
+    )
     if len(sizes) != 1 or () in sizes:
-        names = f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
+        names = (
+            f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
+        )
         raise PipelineShapeError(
             f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r} whose first axis is the layers; here "
-            f"is {a_type(params)}{names}" + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
+            f"is {a_type(params)}{names}"
+            + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
         )
     num_layers = sizes.pop()[0]
     if num_layers % (p * v):
         nearest = nearest_multiples(num_layers, p * v)
         key = "base_num_decoder_layers"
         rule = f"{key}={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = {p * v}"
-        raise PipelineShapeError(f"{rule}; nearest: {', '.join(map(str, nearest))}", key=key, nearest=nearest)
+        raise PipelineShapeError(
+            f"{rule}; nearest: {', '.join(map(str, nearest))}", key=key, nearest=nearest
+        )
     num_rows = keys_KR.shape[1]
     batch_axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = batch_axes.num_replicas(mesh)
     if num_rows % replicas:
         rule = f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}"
-        raise PipelineShapeError(rule, key="microbatch_size", nearest=nearest_multiples(num_rows, replicas))
-    arguments = {"first": "(params, batch, keys)", "stage": "(layers, x, batch, keys, first_layer)"}
+        raise PipelineShapeError(
+            rule, key="microbatch_size", nearest=nearest_multiples(num_rows, replicas)
+        )
+    arguments = {
+        "first": "(params, batch, keys)",
+        "stage": "(layers, x, batch, keys, first_layer)",
+    }
     for part, names in {**arguments, "last": "(params, x, batch, keys)"}.items():
         if problem := signature_problem(getattr(loss, part), names.count(",") + 1):
-            raise ConfigError(f"`{part}` of the PipelinedLoss must take {names}: {problem}", key="loss_fn")
-    batch_R, keys_R = rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
-    chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype), params[LAYERS])
+            raise ConfigError(
+                f"`{part}` of the PipelinedLoss must take {names}: {problem}",
+                key="loss_fn",
+            )
+    batch_R, keys_R = rows = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR)
+    )
+    chunk = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype),
+        params[LAYERS],
+    )
     shared = _without_layers(params)
     x = jax.eval_shape(loss.first, shared, batch_R, keys_R)
     y = jax.eval_shape(loss.stage, chunk, x, batch_R, keys_R, 0)
-    before, after = (jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree) for tree in (x, y))
+    before, after = (
+        jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree)
+        for tree in (x, y)
+    )
     if before != after:
         problem = f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}"
         fix = "move the change into the first or the last part"
@@ -544,7 +815,11 @@ def check_shapes(
         problem = "a PipelinedLoss has one weight, but its `last` returns several parts"
         fix = "return one sum and one weight, or train without pipeline stages"
         raise ConfigError(f"{problem}; {fix}", key="loss_fn")
-    discrete = [leaf.dtype.name for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    discrete = [
+        leaf.dtype.name
+        for leaf in jax.tree.leaves(x)
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     if discrete:
         problem = f"what a pipeline stage passes on must be floating-point, as its gradient travels back, and not {discrete[0]}"
         fix = "put such values into the batch, which every stage sees"
@@ -558,14 +833,25 @@ def check_shapes(
         return
     # The two parts of the gradient of a parameter that both parts use are on different stages.
     leaves, used = jax.tree.leaves_with_path(shared), []
-    for function, args in ((loss.first, (shared, *rows)), (loss.last, (shared, x, *rows))):
+    for function, args in (
+        (loss.first, (shared, *rows)),
+        (loss.last, (shared, x, *rows)),
+    ):
         jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-        used.append(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][: len(leaves)])
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
+        used.append(
+            partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][: len(leaves)]
+        )
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
+    ]
+    both = [
+        path for path, first, last in zip(paths, *used, strict=True) if first and last
+    ]
     if both:
         problem = f"the first and the last part of the pipeline share {', '.join(both)}"
         key = "measure_gradient_noise"
         why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
         fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
-        raise PipelineShapeError(f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,))
+        raise PipelineShapeError(
+            f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,)
+        )

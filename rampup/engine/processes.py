@@ -53,10 +53,16 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 
 def gather_from_all(value: str) -> list[str]:
     """Return the values of all processes, in every process. They call this equally often, and may come hours apart."""
-    return [value] if jax.process_count() == 1 else _gather(f"all{next(_gather_numbers)}", value)
+    return (
+        [value]
+        if jax.process_count() == 1
+        else _gather(f"all{next(_gather_numbers)}", value)
+    )
 
 
-def first_problem(problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS) -> str:
+def first_problem(
+    problem: str, name: str | None = None, *, seconds: float = _MEETING_SECONDS
+) -> str:
     """Return the first problem of a process, in every process, or "". With a name, for another thread, it waits quietly."""
     if jax.process_count() == 1:
         return problem
@@ -76,12 +82,20 @@ def check_joined() -> None:
 def wait_for_all(mesh: Mesh) -> None:
     """Wait until all processes are here, if the mesh has devices of all: JAX's collectives between CPUs fail after 30 s."""
     count = jax.process_count()
-    if count > 1 and len({device.process_index for device in mesh.devices.flat}) == count:
+    if (
+        count > 1
+        and len({device.process_index for device in mesh.devices.flat}) == count
+    ):
         check_joined()
         _gather(f"meeting{next(_meeting_numbers)}", "")
 
 
-def _gather(folder: str, value: str, seconds: float = _MEETING_SECONDS, quiet_seconds: float | None = None) -> list[str]:
+def _gather(
+    folder: str,
+    value: str,
+    seconds: float = _MEETING_SECONDS,
+    quiet_seconds: float | None = None,
+) -> list[str]:
     """Return the values of all processes. Process 0 collects them: as many messages as processes, and not their square."""
     count = jax.process_count()
     own = jax.process_index()
@@ -94,13 +108,23 @@ def _gather(folder: str, value: str, seconds: float = _MEETING_SECONDS, quiet_se
             found = []
             for other in range(count):
                 waiting.words = f"process 0 of {count} waits for process {other}"
-                found.append(store.blocking_key_value_get(f"{FOLDER}/{folder}/{other}", milliseconds))
+                found.append(
+                    store.blocking_key_value_get(
+                        f"{FOLDER}/{folder}/{other}", milliseconds
+                    )
+                )
             store.key_value_set(f"{FOLDER}/{folder}/all", json.dumps(found))
-        return list(json.loads(store.blocking_key_value_get(f"{FOLDER}/{folder}/all", milliseconds)))
+        return list(
+            json.loads(
+                store.blocking_key_value_get(f"{FOLDER}/{folder}/all", milliseconds)
+            )
+        )
 
 
 @contextlib.contextmanager
-def announced(words: str, quiet_seconds: float | None = None) -> Iterator[SimpleNamespace]:
+def announced(
+    words: str, quiet_seconds: float | None = None
+) -> Iterator[SimpleNamespace]:
     """Say on standard error what this process waits for, in words that can be changed, if the context takes long."""
     waiting, done = SimpleNamespace(words=words), threading.Event()
 

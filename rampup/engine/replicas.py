@@ -31,8 +31,21 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import BatchAxes, auto_view, axes_of, constrain, constrain_leaves, own_constraints
-from rampup.engine.sums import Recipe, Sums, accumulator_type, as_summed, cast_for_exchange
+from rampup.engine.mesh import (
+    BatchAxes,
+    auto_view,
+    axes_of,
+    constrain,
+    constrain_leaves,
+    own_constraints,
+)
+from rampup.engine.sums import (
+    Recipe,
+    Sums,
+    accumulator_type,
+    as_summed,
+    cast_for_exchange,
+)
 from rampup.engine.whole import contains, replay, traceable, with_whole_operands
 from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
 from rampup.errors import RampupError
@@ -48,7 +61,9 @@ class Replicas:
 
     mesh: Mesh
     axes: BatchAxes  # those of the rows
-    shardings: Any = None  # of the gradients; None = left to the compiler, or no gradients
+    shardings: Any = (
+        None  # of the gradients; None = left to the compiler, or no gradients
+    )
     shards: Any = None  # the shardings of the parameters if the loss takes the part of one device; None = it takes them whole
     reduction_dtype: Any = None
 
@@ -57,7 +72,11 @@ class Replicas:
         """How the replicas run, as far as mesh and axes decide; see the table above."""
         if self.shards is None and self.axes.num_replicas(self.mesh) == 1:
             return "plain" if self.axes.num_shards(self.mesh) == 1 else "compiled"
-        others = [name for name, size in self.mesh.shape.items() if size > 1 and name not in self.axes.replica]
+        others = [
+            name
+            for name, size in self.mesh.shape.items()
+            if size > 1 and name not in self.axes.replica
+        ]
         return "mapped" if self.shards is None and len(others) > 1 else "manual"
 
     def run(self, sum_replica: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -66,18 +85,34 @@ class Replicas:
         `sum_replica(reduce, psum, *arguments)` sums up those of one, or of one device if the loss takes shards, and ends with
         `reduce(sums, recipe)`. Before, `psum` adds up numbers over the replicas.
         """
-        plain = functools.partial(own_constraints()(sum_replica), self.reduce, self.psum)
+        plain = functools.partial(
+            own_constraints()(sum_replica), self.reduce, self.psum
+        )
         manual = self._manually(plain)
         if self.way in ("plain", "compiled"):
             # Manual over axes of one device, such as that of the one replica, if the loss names them in collectives.
             run = traceable(plain, manual)
-            return run if self.way == "plain" else traceable(run, self._with_names(plain))
-        run = manual if self.way == "manual" else self._mapped(sum_replica, otherwise=manual)
-        return run if self.shards is not None else traceable(run, self._compiled(sum_replica))
+            return (
+                run if self.way == "plain" else traceable(run, self._with_names(plain))
+            )
+        run = (
+            manual
+            if self.way == "manual"
+            else self._mapped(sum_replica, otherwise=manual)
+        )
+        return (
+            run
+            if self.shards is not None
+            else traceable(run, self._compiled(sum_replica))
+        )
 
     def _with_names(self, run: Callable[..., Sums]) -> Callable[..., Sums]:
         """Return `run` for a loss that names the axes of the rows in collectives: over one part, which has all rows."""
-        names = [str(name) for name, size in self.mesh.shape.items() if name in self.axes.rows or size == 1]
+        names = [
+            str(name)
+            for name, size in self.mesh.shape.items()
+            if name in self.axes.rows or size == 1
+        ]
 
         def named(*args: Any) -> Sums:
             alone: Any = run
@@ -85,8 +120,12 @@ class Replicas:
                 alone = jax.vmap(alone, None, axis_size=1, axis_name=name)
             if contains(jax.make_jaxpr(alone)(*args), frozenset({"shard_map"})):
                 # Its axes would be the parts of the same names: the sums of its gradients would lack the other devices'.
-                raise ValueError("a loss with a shard_map cannot name the axes of its rows outside of it")
-            return jax.tree.map(lambda x: x.reshape(x.shape[len(names) :]), alone(*args))
+                raise ValueError(
+                    "a loss with a shard_map cannot name the axes of its rows outside of it"
+                )
+            return jax.tree.map(
+                lambda x: x.reshape(x.shape[len(names) :]), alone(*args)
+            )
 
         return named
 
@@ -141,10 +180,14 @@ class Replicas:
                         leaves[index] = part
                 grads = jax.tree.unflatten(structure, leaves)
             # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
-            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
+            grads = jax.tree.map(
+                lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads
+            )
             return reduced._replace(grads=constrain_leaves(grads, self.shardings))
 
-    def _manually(self, run: Callable[..., Sums], in_specs: Any = None) -> Callable[..., Sums]:
+    def _manually(
+        self, run: Callable[..., Sums], in_specs: Any = None
+    ) -> Callable[..., Sums]:
         """Return `run` in a `jax.shard_map` over the replicas, and with shards over all axes of the rows."""
         mesh = self.mesh
         axes = self.axes
@@ -154,7 +197,13 @@ class Replicas:
         if in_specs is None:
             run = with_whole_operands(run, mesh, manual)
             rows = PartitionSpec(None, axes.rows if takes_shards else axes.replica)
-            in_specs = manual_specs(self.shards, mesh, manual) if takes_shards else whole, rows, rows, whole, whole
+            in_specs = (
+                manual_specs(self.shards, mesh, manual) if takes_shards else whole,
+                rows,
+                rows,
+                whole,
+                whole,
+            )
         is_split = takes_shards or is_scattered(self.shardings, axes)
         grad_specs = manual_specs(self.shardings, mesh, manual) if is_split else whole
         # With check_vma=True, the gradient with respect to the parameters, which do not vary over the data axis, would be
@@ -168,25 +217,52 @@ class Replicas:
             check_vma=False,
         )
 
-    def _mapped(self, sum_replica: Callable[..., Sums], otherwise: Callable[..., Sums]) -> Callable[..., Sums]:
+    def _mapped(
+        self, sum_replica: Callable[..., Sums], otherwise: Callable[..., Sums]
+    ) -> Callable[..., Sums]:
         """Return `sum_replica` mapped over the replicas, with sums (*replicas, ...), or `otherwise` if it cannot be."""
         mesh, replica = self.mesh, self.axes.replica
-        sums_of: Callable[..., Sums] = functools.partial(own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum)
+        sums_of: Callable[..., Sums] = functools.partial(
+            own_constraints(replica)(sum_replica), lambda sums, _: sums, self.psum
+        )
         for name in reversed(replica):
             in_axes = (None, 1, 1, None, None)
-            sums_of = jax.vmap(sums_of, in_axes, axis_size=mesh.shape[name], axis_name=name, spmd_axis_name=name)
+            sums_of = jax.vmap(
+                sums_of,
+                in_axes,
+                axis_size=mesh.shape[name],
+                axis_name=name,
+                spmd_axis_name=name,
+            )
 
         def by_replica(x_KR: jax.Array) -> jax.Array:
             """Return rows (K, R, ...) as (K, *replicas, rows of a replica, ...)."""
-            x = x_KR.reshape(x_KR.shape[0], *(mesh.shape[name] for name in replica), -1, *x_KR.shape[2:])
+            x = x_KR.reshape(
+                x_KR.shape[0],
+                *(mesh.shape[name] for name in replica),
+                -1,
+                *x_KR.shape[2:],
+            )
             others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1 - len(replica))
-            return constrain(x, NamedSharding(auto_view(mesh), PartitionSpec(None, *replica, *others)))
+            return constrain(
+                x,
+                NamedSharding(auto_view(mesh), PartitionSpec(None, *replica, *others)),
+            )
 
         def reduce_own(sums: Sums, recipe: Recipe) -> Sums:
-            return self.reduce(jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), recipe)
+            return self.reduce(
+                jax.tree.map(lambda x: x.reshape(x.shape[len(replica) :]), sums), recipe
+            )
 
-        def run(params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe) -> Sums:
-            mapped = (params, *jax.tree.map(by_replica, (batch_KR, keys_KR)), number, recipe)
+        def run(
+            params: Any, batch_KR: Any, keys_KR: Any, number: Any, recipe: Recipe
+        ) -> Sums:
+            mapped = (
+                params,
+                *jax.tree.map(by_replica, (batch_KR, keys_KR)),
+                number,
+                recipe,
+            )
             try:
                 closed, shapes = jax.make_jaxpr(sums_of, return_shape=True)(*mapped)
             except RampupError:
@@ -196,7 +272,9 @@ class Replicas:
             if contains(closed, NOT_MAPPED):
                 return otherwise(params, batch_KR, keys_KR, number, recipe)
             sums = replay(closed, shapes, mapped)
-            return self._manually(reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec()))(sums, recipe)
+            return self._manually(
+                reduce_own, in_specs=(PartitionSpec(*replica), PartitionSpec())
+            )(sums, recipe)
 
         return run
 

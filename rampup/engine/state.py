@@ -32,12 +32,23 @@ CARRIED_FIELDS = ("mutable", "batch_stats")
 MAX_STEPS = 2**31 - 1
 _NAMED = 4
 # Optimizers of Optax that need more than the gradient of a step: their functions, what to call them, and the reason.
-_SEARCHES = "it evaluates the loss at several points of a step, whose microbatches are not kept"
+_SEARCHES = (
+    "it evaluates the loss at several points of a step, whose microbatches are not kept"
+)
 _UNSUPPORTED = {
     "scale_by_zoom_linesearch.": ("a line search, as in optax.lbfgs", _SEARCHES),
-    "scale_by_backtracking_linesearch.": ("optax.scale_by_backtracking_linesearch", _SEARCHES),
-    "sam.<locals>.opaque": ("optax.contrib.sam(opaque_mode=True)", f"{_SEARCHES}; leave opaque_mode=True out"),
-    "lookahead.": ("optax.lookahead", "it trains pairs of parameters, of which only one has a gradient"),
+    "scale_by_backtracking_linesearch.": (
+        "optax.scale_by_backtracking_linesearch",
+        _SEARCHES,
+    ),
+    "sam.<locals>.opaque": (
+        "optax.contrib.sam(opaque_mode=True)",
+        f"{_SEARCHES}; leave opaque_mode=True out",
+    ),
+    "lookahead.": (
+        "optax.lookahead",
+        "it trains pairs of parameters, of which only one has a gradient",
+    ),
 }
 
 
@@ -71,7 +82,10 @@ class TrainState(struct.PyTreeNode):
 
 def describe_fields(state: Any) -> str:
     """Return the repr of a dataclass of trees, with shapes and counts in place of arrays."""
-    fields = (f"{field.name}={describe_tree(getattr(state, field.name))}" for field in dataclasses.fields(state))
+    fields = (
+        f"{field.name}={describe_tree(getattr(state, field.name))}"
+        for field in dataclasses.fields(state)
+    )
     return f"{type(state).__name__}({', '.join(fields)})"
 
 
@@ -81,12 +95,24 @@ def describe_tree(tree: Any) -> str:
     if not leaves:
         return "None" if tree is None else "<no arrays>"
     if leaves[0][1] is tree:
-        is_array = isinstance(tree, (np.ndarray, jax.Array)) and not isinstance(tree, jax.core.Tracer)
+        is_array = isinstance(tree, (np.ndarray, jax.Array)) and not isinstance(
+            tree, jax.core.Tracer
+        )
         is_there = is_array and not (isinstance(tree, jax.Array) and tree.is_deleted())
         is_number = is_there and jnp.issubdtype(tree.dtype, np.number) and not tree.ndim
-        return str(tree) if is_number or isinstance(tree, (int, float, np.generic)) else _describe_array(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves[:_NAMED]]
-    named = [f"{name} {_describe_array(leaf)}" for name, (_, leaf) in zip(names, leaves, strict=False)]
+        return (
+            str(tree)
+            if is_number or isinstance(tree, (int, float, np.generic))
+            else _describe_array(tree)
+        )
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in leaves[:_NAMED]
+    ]
+    named = [
+        f"{name} {_describe_array(leaf)}"
+        for name, (_, leaf) in zip(names, leaves, strict=False)
+    ]
     more = [f"{len(leaves) - _NAMED:,} more"] if len(leaves) > _NAMED else []
     total = sum(math.prod(np.shape(leaf)) for _, leaf in leaves)
     return f"<{len(leaves):,} array{'' if len(leaves) == 1 else 's'}, {total:,} numbers: {', '.join(named + more)}>"
@@ -123,19 +149,31 @@ def create_state(
     with auto_context(mesh):
         if shard_optimizer_over_data:
             axes = BatchAxes.of(mesh, batch_axes)
-            opt_state = tx.init(jax.device_put(params, scattered_shardings(params, mesh, axes)))
+            opt_state = tx.init(
+                jax.device_put(params, scattered_shardings(params, mesh, axes))
+            )
             # New arrays such as counters are on one device. They come onto the mesh before they can be scattered.
             opt_state = _put(opt_state, shardings_like(opt_state, mesh))
             opt_state = _put(opt_state, scattered_shardings(opt_state, mesh, axes))
         else:
             opt_state = tx.init(params)
-        state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
+        state = TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=opt_state,
+            mutable=mutable,
+            frozen=frozen,
+        )
         state = _without_aliases(_put(state, shardings_like(state, mesh)), given)
     return _on_given_mesh(state, mesh)
 
 
 def prepare_state(
-    state: Any, mesh: Mesh, *, shard_optimizer_over_data: bool = False, batch_axes: BatchAxes | None = None
+    state: Any,
+    mesh: Mesh,
+    *,
+    shard_optimizer_over_data: bool = False,
+    batch_axes: BatchAxes | None = None,
 ) -> Any:
     """Return a copy of a training state, such as a stock Flax `TrainState`, with all leaves on the mesh and `step` as int32.
 
@@ -149,9 +187,13 @@ def prepare_state(
     wait_for_all(mesh)
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
     with auto_context(mesh):
-        state = _without_aliases(_put(given, shardings_like(given, mesh), may_alias=False), given)
+        state = _without_aliases(
+            _put(given, shardings_like(given, mesh), may_alias=False), given
+        )
         if shard_optimizer_over_data:
-            scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
+            scattered = scattered_shardings(
+                state.opt_state, mesh, BatchAxes.of(mesh, batch_axes)
+            )
             state = replace_fields(state, opt_state=_put(state.opt_state, scattered))
     return _on_given_mesh(state, mesh)
 
@@ -165,19 +207,32 @@ def replace_fields(state: Any, **changes: Any) -> Any:
 
 def carried(state: Any) -> Any:
     """Return the value that the loss function carries from microbatch to microbatch, or None."""
-    return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
+    return next(
+        (
+            value
+            for name in CARRIED_FIELDS
+            if (value := getattr(state, name, None)) is not None
+        ),
+        None,
+    )
 
 
 def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
     """Return a state with a new value in the field that the loss function carries, if it has one, and with other changes."""
-    own = {name: value for name in CARRIED_FIELDS if getattr(state, name, None) is not None}
+    own = {
+        name: value for name in CARRIED_FIELDS if getattr(state, name, None) is not None
+    }
     return replace_fields(state, **changes, **own)
 
 
 def split_frozen(state: Any) -> tuple[Any, Any]:
     """Return a state without its field `frozen`, and that field, or None."""
     frozen = getattr(state, "frozen", None)
-    return (state, None) if frozen is None else (replace_fields(state, frozen=None), frozen)
+    return (
+        (state, None)
+        if frozen is None
+        else (replace_fields(state, frozen=None), frozen)
+    )
 
 
 def join_frozen(state: Any, frozen: Any) -> Any:
@@ -190,16 +245,24 @@ def shardings_of(state: Any) -> Any:
     for path, leaf in jax.tree.leaves_with_path(state):
         if not hasattr(leaf, "sharding"):
             name = jax.tree_util.keystr(path)
-            raise ConfigError(f"state{name} is {a_type(leaf)}; place the state with rampup.prepare_state(state, mesh)")
+            raise ConfigError(
+                f"state{name} is {a_type(leaf)}; place the state with rampup.prepare_state(state, mesh)"
+            )
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def check_state(state: Any) -> None:
     """Refuse something that is not a training state."""
-    missing = [name for name in ("step", "params", "opt_state") if not hasattr(state, name)]
+    missing = [
+        name for name in ("step", "params", "opt_state") if not hasattr(state, name)
+    ]
     # JAX takes an object of a class that is not registered as a pytree for a leaf.
     if missing or jax.tree_util.all_leaves([state]):
-        problem = f"it has no {', '.join(missing)}" if missing else "register it with jax.tree_util.register_dataclass"
+        problem = (
+            f"it has no {', '.join(missing)}"
+            if missing
+            else "register it with jax.tree_util.register_dataclass"
+        )
         example = "a state is a pytree with `step`, `params` and `opt_state`, such as flax.training.train_state.TrainState"
         raise ConfigError(f"{a_type(state)} cannot be trained: {problem}; {example}")
     if all(getattr(state, name, None) is not None for name in CARRIED_FIELDS):
@@ -210,7 +273,9 @@ def check_state(state: Any) -> None:
 def check_step_number(steps: int) -> None:
     """Refuse a number of steps that a device cannot count."""
     if steps > MAX_STEPS:
-        problem = f"steps={steps:,} does not fit into the int32 step counter of a device"
+        problem = (
+            f"steps={steps:,} does not fit into the int32 step counter of a device"
+        )
         raise RampDefinitionError(problem, key="steps", nearest=(MAX_STEPS,))
 
 
@@ -222,21 +287,37 @@ def check_arguments(call: str, **arguments: Any) -> None:
         "plan": lambda x: isinstance(x, RampPlan),
         "mesh": lambda x: isinstance(x, Mesh),
     }
-    wrong = {name: type(value).__name__ for name, value in arguments.items() if not tests[name](value)}
+    wrong = {
+        name: type(value).__name__
+        for name, value in arguments.items()
+        if not tests[name](value)
+    }
     if wrong:
-        hint = "; give the optimizer's `tx`, not an nnx.Optimizer" if hasattr(arguments.get("tx"), "opt_state") else ""
+        hint = (
+            "; give the optimizer's `tx`, not an nnx.Optimizer"
+            if hasattr(arguments.get("tx"), "opt_state")
+            else ""
+        )
         found = ", ".join(f"{name} is a {kind}" for name, kind in wrong.items())
-        raise ConfigError(f"{call}: {found}{hint or '; check the order of the arguments'}", key=next(iter(wrong)))
+        raise ConfigError(
+            f"{call}: {found}{hint or '; check the order of the arguments'}",
+            key=next(iter(wrong)),
+        )
     names = [function.__qualname__ for function in _functions_of(arguments.get("tx"))]
     for start, (optimizer, reason) in _UNSUPPORTED.items():
         if any(name.startswith(start) for name in names):
-            raise ConfigError(f"tx is or contains {optimizer}, which a training step cannot run: {reason}", key="tx")
+            raise ConfigError(
+                f"tx is or contains {optimizer}, which a training step cannot run: {reason}",
+                key="tx",
+            )
 
 
 def _check_arrays(name: str, tree: Any) -> None:
     """Refuse a tree that a step cannot train or carry: an NNX module, or leaves that are no arrays of numbers."""
     nnx = sys.modules.get("flax.nnx")  # Whoever has a module has imported it.
-    is_module: Callable[[Any], bool] = lambda leaf: nnx is not None and isinstance(leaf, nnx.Module)  # noqa: E731
+    is_module: Callable[[Any], bool] = lambda leaf: (  # noqa: E731
+        nnx is not None and isinstance(leaf, nnx.Module)
+    )
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_module):
         place = f"{name}{jax.tree_util.keystr(path)}"
         if is_module(leaf):
@@ -245,8 +326,12 @@ def _check_arrays(name: str, tree: Any) -> None:
             raise ConfigError(f"{problem}; {fix}", key="params")
         # Random keys and bfloat16 have types that are not NumPy's.
         dtype = getattr(leaf, "dtype", None)
-        is_text = isinstance(dtype, np.dtype) and (dtype.kind in "OSUMm" or dtype.names is not None)
-        if is_text or (dtype is None and not isinstance(leaf, (bool, int, float, complex))):
+        is_text = isinstance(dtype, np.dtype) and (
+            dtype.kind in "OSUMm" or dtype.names is not None
+        )
+        if is_text or (
+            dtype is None and not isinstance(leaf, (bool, int, float, complex))
+        ):
             problem = f"{place} is {a_type(leaf)} and not an array of numbers"
             fix = "keep only arrays in it, and the rest in the loss function; an Equinox model is parted by params, static = "
             fix += "eqx.partition(model, eqx.is_inexact_array), and joined in the loss function by eqx.combine(params, static)"
@@ -272,27 +357,43 @@ def _functions_of(tx: Any) -> Iterator[Callable[..., Any]]:
         elif isinstance(part, FunctionType):
             yield part
             # A cell whose variable has no value yet is equal to an empty one.
-            found += [cell.cell_contents for cell in part.__closure__ or () if cell != CellType()]
+            found += [
+                cell.cell_contents
+                for cell in part.__closure__ or ()
+                if cell != CellType()
+            ]
 
 
 def _put(tree: Any, shardings: Any, **options: Any) -> Any:
     """Put a tree on devices like `jax.device_put`, which alone refuses random keys on the devices of several processes."""
 
     def is_key(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+        return isinstance(leaf, jax.Array) and bool(
+            jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        )
 
     # A key travels as its numbers, whose further dimension is the last, so its sharding fits them.
-    put = jax.device_put(jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree), shardings, **options)
+    put = jax.device_put(
+        jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree),
+        shardings,
+        **options,
+    )
 
     def wrap(leaf: Any, own: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own)) if is_key(own) else leaf
+        return (
+            jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own))
+            if is_key(own)
+            else leaf
+        )
 
     return jax.tree.map(wrap, put, tree)
 
 
 def _on_given_mesh(state: Any, mesh: Mesh) -> Any:
     """Return a state on the mesh that the caller gave, after an optimizer that saw Auto axes."""
-    return _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
+    return (
+        _put(state, on_mesh(shardings_of(state), mesh)) if is_explicit(mesh) else state
+    )
 
 
 def _without_aliases(state: Any, given: Any) -> Any:
@@ -301,9 +402,17 @@ def _without_aliases(state: Any, given: Any) -> Any:
     def buffers(leaf: jax.Array) -> set[int]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
+        return {
+            shard.data.unsafe_buffer_pointer()
+            for shard in leaf.addressable_shards
+            if shard.data.size
+        }
 
-    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
+    arrays = [
+        leaf
+        for leaf in jax.tree.leaves(given)
+        if isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+    ]
     used = set[int]().union(*map(buffers, arrays))
 
     def copy_if_shared(leaf: jax.Array) -> jax.Array:
@@ -337,7 +446,11 @@ class NewState:
         for problem, key, message in _STATE_PROBLEMS:
             if found := problem(self):
                 nearest = ("fused",) if key == "gradient_accumulation" else ()
-                raise ConfigError(message.format(found, new=self, state=self.state), key=key, nearest=nearest)
+                raise ConfigError(
+                    message.format(found, new=self, state=self.state),
+                    key=key,
+                    nearest=nearest,
+                )
         return int(self.state.step)
 
     def other_optimizer(self) -> str | None:
@@ -351,16 +464,34 @@ class NewState:
             return None
         found = self.state.opt_state
         for name, want, have in differing_leaves(expected, found, np.shape):
-            wanted, got = ("is absent" if shape is None else f"has the shape {list(shape)}" for shape in (want, have))
+            wanted, got = (
+                "is absent" if shape is None else f"has the shape {list(shape)}"
+                for shape in (want, have)
+            )
             return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
-        parts = [jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple)) for tree in (expected, found)]
+        parts = [
+            jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple))
+            for tree in (expected, found)
+        ]
         same = parts[0] == parts[1]
-        return None if same else "its parts are others, such as those of a chain with more or fewer transformations"
+        return (
+            None
+            if same
+            else "its parts are others, such as those of a chain with more or fewer transformations"
+        )
 
     def on_one_device(self) -> str | None:
         """Return the name of an array that is not on the mesh."""
-        shardings = jax.tree.leaves_with_path(shardings_of(self.state)) if self.mesh.size > 1 else ()
-        outside = (path for path, sharding in shardings if isinstance(sharding, SingleDeviceSharding))
+        shardings = (
+            jax.tree.leaves_with_path(shardings_of(self.state))
+            if self.mesh.size > 1
+            else ()
+        )
+        outside = (
+            path
+            for path, sharding in shardings
+            if isinstance(sharding, SingleDeviceSharding)
+        )
         return next(map(jax.tree_util.keystr, outside), None)
 
     def same_arrays(self) -> str | None:
@@ -374,14 +505,20 @@ class NewState:
 
     def scattered_parameters(self) -> str | None:
         """Return the replicas over which parameters are sharded."""
-        return " and ".join(self.axes.replica) if is_scattered(shardings_of(self.state.params), self.axes) else None
+        return (
+            " and ".join(self.axes.replica)
+            if is_scattered(shardings_of(self.state.params), self.axes)
+            else None
+        )
 
     def scattered_otherwise(self) -> bool:
         """Return whether the optimizer's state is not scattered as the step has it."""
         found = shardings_of(self.state.opt_state)
         if not self.scatters:
             return is_scattered(found, self.axes)
-        return jax.tree.leaves(found) != jax.tree.leaves(scattered_shardings(self.state.opt_state, self.mesh, self.axes))
+        return jax.tree.leaves(found) != jax.tree.leaves(
+            scattered_shardings(self.state.opt_state, self.mesh, self.axes)
+        )
 
 
 _OWN_TX = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"

@@ -21,15 +21,46 @@ from jax.sharding import Mesh
 
 from rampup.batch_size.noise_scale import noise_problems
 from rampup.engine.accumulate import multi_steps, random_key, summable
-from rampup.engine.batch import Batch, BufferLayout, in_microbatches, layout_of, put_batch, row_size, stop_step
+from rampup.engine.batch import (
+    Batch,
+    BufferLayout,
+    in_microbatches,
+    layout_of,
+    put_batch,
+    row_size,
+    stop_step,
+)
 from rampup.engine.check_loss import warn_of_loss
 from rampup.engine.compile import Compiler
 from rampup.engine.contract import LossFn, SummableLoss
-from rampup.engine.explicit import as_auto, may_need_explicit, move, neither, on_mesh, with_either_axes
-from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
+from rampup.engine.explicit import (
+    as_auto,
+    may_need_explicit,
+    move,
+    neither,
+    on_mesh,
+    with_either_axes,
+)
+from rampup.engine.mesh import (
+    BatchAxes,
+    auto_context,
+    auto_view,
+    batch_sharding,
+    check_plan_fits,
+    process_rows,
+    replicated,
+)
 from rampup.engine.optimizer import FollowingOptimizer, segment_numbers
 from rampup.engine.processes import wait_for_all
-from rampup.engine.state import NewState, carried, check_arguments, check_step_number, join_frozen, shardings_of, split_frozen
+from rampup.engine.state import (
+    NewState,
+    carried,
+    check_arguments,
+    check_step_number,
+    join_frozen,
+    shardings_of,
+    split_frozen,
+)
 from rampup.engine.update import Metrics, Update, eval_sums, explicit_loss
 from rampup.errors import ConfigError, DataError, a_type, raise_together
 from rampup.plan.learning_rate import ClockSegment
@@ -117,7 +148,13 @@ def train_step(
         >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
         (2.97, 20, 1)
     """
-    check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
+    check_arguments(
+        "train_step(loss_fn, tx, plan, mesh)",
+        loss_fn=loss_fn,
+        tx=tx,
+        plan=plan,
+        mesh=mesh,
+    )
     if engine not in ENGINES:
         problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
         raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
@@ -128,13 +165,19 @@ def train_step(
     whole_batch |= plan.splitter.whole_batch
     equally = "with multi_steps, all microbatches count equally whatever they weigh"
     reasons = {
-        "shard_optimizer_over_data": shard_optimizer_over_data and "multi_steps runs the optimizer at every microbatch",
+        "shard_optimizer_over_data": shard_optimizer_over_data
+        and "multi_steps runs the optimizer at every microbatch",
         "measure_gradient_noise": measure_gradient_noise and equally,
-        "whole_batch": whole_batch and "a batch of one microbatch has nothing to accumulate",
+        "whole_batch": whole_batch
+        and "a batch of one microbatch has nothing to accumulate",
     }
     for key, reason in reasons.items():
         if reason and engine == "multi_steps":
-            raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reason}", key=key, nearest=(False,))
+            raise ConfigError(
+                f"{key}=true needs gradient_accumulation=fused; {reason}",
+                key=key,
+                nearest=(False,),
+            )
     check_step_number(plan.total_steps)
     check_plan_fits(plan, mesh, batch_axes)
     given, mesh = mesh, auto_view(mesh)
@@ -159,10 +202,23 @@ def train_step(
     with auto_context(mesh):
         run_key = random_key(seed)
     optimizer = tx if engine == "fused" else multi_steps(tx, plan)
-    scatter_axes = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
-    update = Update(loss, optimizer, mesh, batch_axes, run_key, skip_nonfinite, scatter_axes, measure_gradient_noise)
+    scatter_axes = (
+        axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
+    )
+    update = Update(
+        loss,
+        optimizer,
+        mesh,
+        batch_axes,
+        run_key,
+        skip_nonfinite,
+        scatter_axes,
+        measure_gradient_noise,
+    )
     options = {"donate": donate, "check_loss": check_loss and not whole_batch}
-    return TrainStep(update, plan, given, wait_for_compilation=wait_for_compilation, **options)
+    return TrainStep(
+        update, plan, given, wait_for_compilation=wait_for_compilation, **options
+    )
 
 
 class TrainStep:
@@ -176,7 +232,14 @@ class TrainStep:
     """
 
     def __init__(
-        self, update: Update, plan: RampPlan, mesh: Mesh, *, donate: bool, wait_for_compilation: bool | None, check_loss: bool
+        self,
+        update: Update,
+        plan: RampPlan,
+        mesh: Mesh,
+        *,
+        donate: bool,
+        wait_for_compilation: bool | None,
+        check_loss: bool,
     ) -> None:
         several = jax.process_count() > 1
         if several and wait_for_compilation is False:
@@ -193,12 +256,18 @@ class TrainStep:
         self._checks_loss = check_loss
         self._chunk_size = None if self._is_fused else 1
         self._layouts: set[BufferLayout] = set()
-        self._wait_for_compilation = several if wait_for_compilation is None else wait_for_compilation
+        self._wait_for_compilation = (
+            several if wait_for_compilation is None else wait_for_compilation
+        )
         self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
         # The `step` of the state that the last call returned, and its number, known without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        self._shape_changes: dict[int, int] = {}  # the first step of every microbatch size
-        self._requested_in: int | None = None  # the phase in which the programs of the next phases were requested
+        self._shape_changes: dict[
+            int, int
+        ] = {}  # the first step of every microbatch size
+        self._requested_in: int | None = (
+            None  # the phase in which the programs of the next phases were requested
+        )
         self._padding: dict[BufferLayout, Any] = {}
 
         # A number of microbatches or passes, or the numbers of a segment, on the devices: each would be copied in every step.
@@ -206,7 +275,9 @@ class TrainStep:
             return jax.make_array_from_callback((), replicated(mesh), lambda _: number)
 
         self._on_devices = functools.cache(lambda number: put(np.int32(number)))
-        self._segment_on_devices = functools.cache(lambda segment: jax.tree.map(put, self.segment_of(segment)))
+        self._segment_on_devices = functools.cache(
+            lambda segment: jax.tree.map(put, self.segment_of(segment))
+        )
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -245,28 +316,49 @@ class TrainStep:
         self._check(state, batch)
         if self._checks_loss and not batch.position.step:
             is_one = all(split.num_microbatches == 1 for split in self._plan.splits)
-            has_replicas = BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1
+            has_replicas = (
+                BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh) > 1
+            )
             sees_whole = is_one and not has_replicas and self._has_planned_shapes
             warn_of_loss(self._update.loss, state, batch, sees_whole=sees_whole)
         self._checks_loss = False
         if self._is_fused:
             split = batch.position.split
-            counts = self._on_devices(split.num_pipeline_microbatches), self._on_devices(split.accumulation_steps)
+            counts = (
+                self._on_devices(split.num_pipeline_microbatches),
+                self._on_devices(split.accumulation_steps),
+            )
             segment = batch.position.segment
-            args = self._padded(batch), counts, segment and self._segment_on_devices(segment)
+            args = (
+                self._padded(batch),
+                counts,
+                segment and self._segment_on_devices(segment),
+            )
             lower = functools.partial(self._lower_program, Update.fused, state, *args)
-            program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.num_rows, lower)
+            program = (
+                None
+                if jax.config.jax_disable_jit
+                else self._compiler.get(batch.layout.num_rows, lower)
+            )
             # Before the call, which does not return at once everywhere.
             self._compile_next_phases(batch, state)
             state, metrics = self._run(program, Update.fused, state, *args)
         else:
             if self._zero_metrics is None:
-                self._zero_metrics = self._update.zero_metrics(*as_auto((state, batch.chunks[0])))
+                self._zero_metrics = self._update.zero_metrics(
+                    *as_auto((state, batch.chunks[0]))
+                )
             metrics = self._zero_metrics
             for index, chunk in enumerate(batch.chunks):
                 part = metrics, chunk, np.int32(index * batch.layout.num_rows)
-                lower = functools.partial(self._lower_program, Update.multi_steps, state, *part)
-                program = None if jax.config.jax_disable_jit else self._compiler.get(batch.layout.num_rows, lower)
+                lower = functools.partial(
+                    self._lower_program, Update.multi_steps, state, *part
+                )
+                program = (
+                    None
+                    if jax.config.jax_disable_jit
+                    else self._compiler.get(batch.layout.num_rows, lower)
+                )
                 state, metrics = self._run(program, Update.multi_steps, state, *part)
         self._returned = state.step, batch.position.step + 1
         return state, metrics
@@ -287,18 +379,40 @@ class TrainStep:
         # Imported here: the engine needs nothing that reads data.
         from rampup.data.batches import step_batches
 
-        reading: dict[str, Any] = {"num_threads": num_threads, "read_ahead": read_ahead, **self._batch_options}
-        order: dict[str, Any] = {"start": int(start), "stop": stop, "seed": seed, "num_epochs": num_epochs}
-        return step_batches(source, self._plan, self._mesh, batched=batched, **order, **reading)
+        reading: dict[str, Any] = {
+            "num_threads": num_threads,
+            "read_ahead": read_ahead,
+            **self._batch_options,
+        }
+        order: dict[str, Any] = {
+            "start": int(start),
+            "stop": stop,
+            "seed": seed,
+            "num_epochs": num_epochs,
+        }
+        return step_batches(
+            source, self._plan, self._mesh, batched=batched, **order, **reading
+        )
 
     def stream(
-        self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool | None = None
+        self,
+        source: Iterable[Any],
+        start: Any = 0,
+        stop: int | None = None,
+        *,
+        batched: bool | None = None,
     ) -> Iterator[Batch]:
         """Yield the batch of every step from rows that come one after another, from those of `start`; see `stream_batches`."""
         from rampup.data.batches import stream_batches
 
         return stream_batches(
-            source, self._plan, self._mesh, start=int(start), stop=stop, batched=batched, **self._batch_options
+            source,
+            self._plan,
+            self._mesh,
+            start=int(start),
+            stop=stop,
+            batched=batched,
+            **self._batch_options,
         )
 
     def batch(self, rows: Any, step: Any = None) -> Batch:
@@ -311,17 +425,31 @@ class TrainStep:
         stop_step(self._plan, step, step + 1)
         position = self._plan.position(step)
         split = self.split_for(position)
-        needed = split.num_microbatches * len(process_rows(self._mesh, _num_rows(split), self._batch_axes))
+        needed = split.num_microbatches * len(
+            process_rows(self._mesh, _num_rows(split), self._batch_axes)
+        )
         # Copied: the caller may fill the same arrays with the next rows while the devices still read these.
         rows = jax.tree.map(np.array, rows)
         found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
         if found != {(needed,)}:
-            lengths = ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found)) or "no"
-            raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows")
+            lengths = (
+                ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found))
+                or "no"
+            )
+            raise DataError(
+                f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows"
+            )
         batch_nR = in_microbatches(rows, split.num_microbatches)
         if split != position.split:
             position = dataclasses.replace(position, split=split)
-        return put_batch(batch_nR, position, self._plan, self._mesh, batch_axes=self._batch_axes, chunk_size=self._chunk_size)
+        return put_batch(
+            batch_nR,
+            position,
+            self._plan,
+            self._mesh,
+            batch_axes=self._batch_axes,
+            chunk_size=self._chunk_size,
+        )
 
     @property
     def shape_changes(self) -> dict[int, int]:
@@ -360,13 +488,28 @@ class TrainStep:
 
         def use_of(split: BatchSplit) -> str:
             first_step = self._shape_changes.get(split.microbatch_size)
-            return "new" if first_step is None else "later" if first_step > step else "used"
+            return (
+                "new"
+                if first_step is None
+                else "later"
+                if first_step > step
+                else "used"
+            )
 
         now = use_of(planned)
         if now == "used":
             return planned
-        fallback = next((split for split in self._plan.fallbacks(position.phase.index) if use_of(split) == "used"), None)
-        if fallback is not None and (now == "later" or not self._compiler.is_ready(_num_rows(planned))):
+        fallback = next(
+            (
+                split
+                for split in self._plan.fallbacks(position.phase.index)
+                if use_of(split) == "used"
+            ),
+            None,
+        )
+        if fallback is not None and (
+            now == "later" or not self._compiler.is_ready(_num_rows(planned))
+        ):
             return fallback
         self._shape_changes[planned.microbatch_size] = step
         return planned
@@ -374,17 +517,35 @@ class TrainStep:
     @property
     def _has_planned_shapes(self) -> bool:
         """Whether every batch is split as planned, also while programs are being compiled."""
-        return self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1
+        return (
+            self._wait_for_compilation
+            or not self._is_fused
+            or self._plan.num_compiled_shapes == 1
+        )
 
     def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
         """Return the program of the engine `fused` for a split of the plan, from a state and a row, or from their shapes."""
         layout = layout_of(self._plan, split, row_size(row))
-        array = functools.partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes))
-        chunk = jax.tree.map(lambda x: array((layout.chunk_size, layout.num_rows, *np.shape(x)), np.result_type(x)), row)
+        array = functools.partial(
+            jax.ShapeDtypeStruct,
+            sharding=batch_sharding(self._mesh, leading=1, axes=self._batch_axes),
+        )
+        chunk = jax.tree.map(
+            lambda x: array(
+                (layout.chunk_size, layout.num_rows, *np.shape(x)), np.result_type(x)
+            ),
+            row,
+        )
         chunks = (chunk,) * layout.num_chunks
-        scalar = functools.partial(jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh))
-        segment = jax.tree.map(lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0]))
-        return self._lower_program(Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment)
+        scalar = functools.partial(
+            jax.ShapeDtypeStruct, (), sharding=replicated(self._mesh)
+        )
+        segment = jax.tree.map(
+            lambda x: scalar(x.dtype), self.segment_of(self._plan.clock[0])
+        )
+        return self._lower_program(
+            Update.fused, state, chunks, (scalar(np.int32), scalar(np.int32)), segment
+        )
 
     def jaxprs(self, state: Any, row: Any) -> dict[str, Any]:
         """Return what the optimizer computes, and for two rows the loss function, if it can be traced, as jaxprs."""
@@ -392,15 +553,29 @@ class TrainStep:
         def loss(state: Any, rows: Any, keys: Any) -> Any:
             bound: Any = self._update.bound_loss(state)
             mutable = carried(state)
-            return bound.loss_fn(state.params, rows, keys, *(() if mutable is None else (mutable,)))
+            return bound.loss_fn(
+                state.params, rows, keys, *(() if mutable is None else (mutable,))
+            )
 
-        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *np.shape(x)), np.result_type(x)), row)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((2, *np.shape(x)), np.result_type(x)), row
+        )
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state
+        )
         found = {}
         with auto_context(self._mesh):
             keys = jax.random.split(self._update.key, 2)
-            optimizer_args = shapes, shapes.params, jax.ShapeDtypeStruct((), np.float32), self.segment_of(self._plan.clock[0])
-            traces = {"optimizer": (self._update.run_optimizer, optimizer_args), "loss": (loss, (shapes, rows, keys))}
+            optimizer_args = (
+                shapes,
+                shapes.params,
+                jax.ShapeDtypeStruct((), np.float32),
+                self.segment_of(self._plan.clock[0]),
+            )
+            traces = {
+                "optimizer": (self._update.run_optimizer, optimizer_args),
+                "loss": (loss, (shapes, rows, keys)),
+            }
             for name, (function, args) in traces.items():
                 # Whatever a function of the user's raises, the step itself has another place to say it.
                 with contextlib.suppress(Exception):
@@ -409,20 +584,30 @@ class TrainStep:
 
     def segment_of(self, segment: ClockSegment | None) -> dict[str, np.number] | None:
         """Return the numbers of a segment if the optimizer takes them: other optimizers know the plan."""
-        return segment_numbers(segment) if segment is not None and isinstance(self.tx, FollowingOptimizer) else None
+        return (
+            segment_numbers(segment)
+            if segment is not None and isinstance(self.tx, FollowingOptimizer)
+            else None
+        )
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""
         splitter = self._plan.splitter
         if splitter.num_stages == 1:
             return (split.num_microbatches,)
-        ticks = pass_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
+        ticks = pass_ticks(
+            splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats
+        )
         return split.accumulation_steps, ticks
 
     @property
     def _batch_options(self) -> dict[str, Any]:
         """The options of `batches` and `stream` for this step."""
-        return {"batch_axes": self._batch_axes, "chunk_size": self._chunk_size, "split_for": self.split_for}
+        return {
+            "batch_axes": self._batch_axes,
+            "chunk_size": self._chunk_size,
+            "split_for": self.split_for,
+        }
 
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
@@ -432,44 +617,83 @@ class TrainStep:
         known, done = self._returned
         # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
         if known is None or getattr(state, "step", None) is not known:
-            axes = self._update.scatter_axes or BatchAxes.of(self._mesh, self._batch_axes)
+            axes = self._update.scatter_axes or BatchAxes.of(
+                self._mesh, self._batch_axes
+            )
             # An axis of one device shards nothing, even if a sharding names it.
-            axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-            facts = {"is_first": known is None, "is_fused": self._is_fused, "scatters": self._update.scatter_axes is not None}
-            done = NewState(state=state, tx=self.tx, mesh=self._mesh, axes=axes, donate=self._donate, **facts).check()
+            axes = dataclasses.replace(
+                axes,
+                replica=tuple(
+                    name for name in axes.replica if self._mesh.shape[name] > 1
+                ),
+            )
+            facts = {
+                "is_first": known is None,
+                "is_fused": self._is_fused,
+                "scatters": self._update.scatter_axes is not None,
+            }
+            done = NewState(
+                state=state,
+                tx=self.tx,
+                mesh=self._mesh,
+                axes=axes,
+                donate=self._donate,
+                **facts,
+            ).check()
         if batch.position.step != done:
             fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
-            raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
+            raise DataError(
+                f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}"
+            )
         phase = batch.position.phase
         # A plan with reserved sizes grows during the run: its batches may be of a longer one.
-        if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]:
+        if (
+            not self._plan.reserved_sizes
+            and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]
+        ):
             problem = f"the batch is of another plan: {phase}, with {phase.global_batch_size} samples per step"
-            raise DataError(f"{problem}, is not in the plan of this step; make both with the same plan")
+            raise DataError(
+                f"{problem}, is not in the plan of this step; make both with the same plan"
+            )
         if batch.layout not in self._layouts:
             size = row_size(batch.row)
-            layouts = {layout_of(self._plan, split, size, chunk_size=self._chunk_size) for split in self._plan.splits}
+            layouts = {
+                layout_of(self._plan, split, size, chunk_size=self._chunk_size)
+                for split in self._plan.splits
+            }
             if batch.layout in layouts:
                 self._layouts.add(batch.layout)
                 return
             if self._plan.splitter.whole_batch:
-                raise DataError("with whole_batch=True, a step takes its own batches: step.batches(...), stream or batch")
+                raise DataError(
+                    "with whole_batch=True, a step takes its own batches: step.batches(...), stream or batch"
+                )
             if not self._is_fused and batch.layout.chunk_size != 1:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
                 raise ConfigError(
-                    f"{problem}; give chunk_size=1 to step_batches", key="gradient_accumulation", nearest=("fused",)
+                    f"{problem}; give chunk_size=1 to step_batches",
+                    key="gradient_accumulation",
+                    nearest=("fused",),
                 )
             planned = ", ".join(map(str, layouts))
             fix = "make it with the same plan, and without chunk_size"
-            raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
+            raise DataError(
+                f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}"
+            )
 
-    def _run(self, program: Any, update: Callable[..., Any], state: Any, *args: Any) -> Any:
+    def _run(
+        self, program: Any, update: Callable[..., Any], state: Any, *args: Any
+    ) -> Any:
         """Run the program of an update, or for None the update itself, without compilation."""
         trained, frozen = split_frozen(state)
         if program is None:
             with auto_context(self._mesh):
                 view = auto_view(self._mesh)
                 own = move((trained, frozen, *args), view)
-                new, metrics = move(update(self._update, on_mesh(shardings_of(state), view), *own), self._mesh)
+                new, metrics = move(
+                    update(self._update, on_mesh(shardings_of(state), view), *own),
+                    self._mesh,
+                )
         else:
             new, metrics = _call(program, trained, frozen, *args)
         return join_frozen(new, frozen), metrics
@@ -486,7 +710,11 @@ class TrainStep:
         own = self._update
         try:
             with auto_context(self._mesh):
-                program = jax.jit(functools.partial(update, own, views), donate_argnums=donated, out_shardings=results)
+                program = jax.jit(
+                    functools.partial(update, own, views),
+                    donate_argnums=donated,
+                    out_shardings=results,
+                )
                 return program.lower(*as_auto((*split_frozen(state), *args)))
         except Exception as error:
             if own.has_explicit or not may_need_explicit(error, self._mesh):
@@ -507,10 +735,19 @@ class TrainStep:
         self._requested_in = index
         # This phase too: it may run in the shape of an earlier one.
         phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
-        splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        splits = [
+            self._plan.splits[phase.index]
+            for phase in phases
+            if phase.start_step < self._plan.total_steps
+        ]
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         for split in splits:
-            self._compiler.compile_async(_num_rows(split), functools.partial(self.lower, shapes, batch.row, split))
+            self._compiler.compile_async(
+                _num_rows(split),
+                functools.partial(self.lower, shapes, batch.row, split),
+            )
 
     def _padded(self, batch: Batch) -> tuple[Any, ...]:
         """Return as many chunks as the program takes: those of the batch, then one chunk of zeros that stays on the devices."""
@@ -522,7 +759,9 @@ class TrainStep:
         if batch.layout not in self._padding:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
             self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
-        return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
+        return batch.chunks + (self._padding[batch.layout],) * (
+            batch.layout.num_chunks - len(batch.chunks)
+        )
 
 
 def _num_rows(split: BatchSplit) -> int:
@@ -546,7 +785,12 @@ class EvalStep:
     """
 
     def __init__(
-        self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None, whole_batch: bool = False
+        self,
+        loss_fn: LossFn | SummableLoss,
+        mesh: Mesh,
+        *,
+        batch_axes: BatchAxes | None = None,
+        whole_batch: bool = False,
     ) -> None:
         self._loss = summable(loss_fn, mesh, batch_axes, whole_batch=whole_batch)
         self._whole_batch = whole_batch
@@ -557,31 +801,50 @@ class EvalStep:
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of one size share a program."""
         if not isinstance(batch, Batch):
-            raise DataError(f"an EvalStep takes a Batch, such as `step_batches` yields, and not {a_type(batch)}")
+            raise DataError(
+                f"an EvalStep takes a Batch, such as `step_batches` yields, and not {a_type(batch)}"
+            )
         if self._whole_batch and batch.num_microbatches > 1:
             problem = f"whole_batch=True evaluates a batch of one microbatch, but this one has {batch.num_microbatches}"
             raise DataError(f"{problem}; make it with plan.with_whole_batches()")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
         # The rows that are left over are on every device, as if the mesh had no axes for rows; see `batches`.
-        is_shared = BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
-        is_whole = is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
-        loss = self._loss if not is_whole else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
+        is_shared = (
+            BatchAxes.of(self._mesh, self._batch_axes).num_shards(self._mesh) > 1
+        )
+        is_whole = (
+            is_shared and jax.tree.leaves(batch.chunks)[0].sharding.is_fully_replicated
+        )
+        loss = (
+            self._loss
+            if not is_whole
+            else summable(self._loss_fn, self._mesh, BatchAxes(replica=(), rows=()))
+        )
         view = auto_view(self._mesh)
         shardings = on_mesh(shardings_of(state), view)
         if jax.config.jax_disable_jit:
             with auto_context(self._mesh):
-                return move(eval_sums(loss, view, shardings, *move(args, view)), self._mesh)
+                return move(
+                    eval_sums(loss, view, shardings, *move(args, view)), self._mesh
+                )
 
         def lower(has_explicit: bool) -> Any:
             own = explicit_loss(loss, view, shardings) if has_explicit else loss
             with auto_context(self._mesh):
-                sums = jax.jit(functools.partial(eval_sums, own, view, shardings), out_shardings=replicated(self._mesh))
+                sums = jax.jit(
+                    functools.partial(eval_sums, own, view, shardings),
+                    out_shardings=replicated(self._mesh),
+                )
                 return sums.lower(*as_auto(args))
 
         key = batch.layout, len(batch.chunks), is_whole
-        return _call(self._compiler.get(key, lambda: with_either_axes(lower, self._mesh)), *args)
+        return _call(
+            self._compiler.get(key, lambda: with_either_axes(lower, self._mesh)), *args
+        )
 
-    def batches(self, source: Any, batch_size: int, *, batched: bool | None = None) -> Iterator[Batch]:
+    def batches(
+        self, source: Any, batch_size: int, *, batched: bool | None = None
+    ) -> Iterator[Batch]:
         """Yield all rows of a source once, in order: batches of `batch_size` rows, then what is left over.
 
         That is at most two batches with programs of their own: as many rows as all replicas can share, and the rest, which
@@ -589,7 +852,11 @@ class EvalStep:
         """
         from rampup.data.batches import eval_batches
 
-        options: dict[str, Any] = {"batch_axes": self._batch_axes, "whole_batch": self._whole_batch, "batched": batched}
+        options: dict[str, Any] = {
+            "batch_axes": self._batch_axes,
+            "whole_batch": self._whole_batch,
+            "batched": batched,
+        }
         return eval_batches(source, batch_size, self._mesh, **options)
 
 
@@ -599,4 +866,7 @@ def _call(program: Callable[..., Any], *args: Any) -> Any:
         return program(*args)
     except (TypeError, ValueError) as error:
         problem = "structure, types, shapes or shardings of the state or the rows are not those that this step compiled for"
-        raise ConfigError(f"{problem}; convert them, or make another step for them: {error}", key="state") from error
+        raise ConfigError(
+            f"{problem}; convert them, or make another step for them: {error}",
+            key="state",
+        ) from error

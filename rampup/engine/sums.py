@@ -25,7 +25,9 @@ class Sums(NamedTuple):
     loss: jax.Array  # a tuple if the loss has several parts
     weight: jax.Array  # such as the number of tokens: integers are in float32, so exact up to 2**24; a tuple with `loss`
     aux: Any
-    mutable: Any = None  # the state that the loss function carries from microbatch to microbatch
+    mutable: Any = (
+        None  # the state that the loss function carries from microbatch to microbatch
+    )
     noise: NoiseSums | None = None  # over the blocks, if the gradient noise is measured
 
     @property
@@ -50,7 +52,9 @@ class Sums(NamedTuple):
 class Recipe:
     """What a loss is given besides parameters and rows: what else to sum, and how. A pytree, as its arrays are arguments."""
 
-    mutable: Any = None  # what the loss function carries, as it is before the first microbatch
+    mutable: Any = (
+        None  # what the loss function carries, as it is before the first microbatch
+    )
     noise: NoiseMeter | None = None  # measures the squares of the gradients
     scale: Any = None  # a factor of the loss in the gradients, which keeps small ones of float16 from vanishing
 
@@ -62,26 +66,35 @@ class Recipe:
         """Return the sums over mesh axes. Call it in a function that is manual over them. `mutable` has its own collectives."""
         mutable = sums.mutable
         if mutable is not None:
-            mutable = jax.tree.map(lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable)
+            mutable = jax.tree.map(
+                lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable
+            )
         sums = sums._replace(mutable=None)
         if sums.noise is None:
             return jax.lax.psum(sums, names)._replace(mutable=mutable)
         # Loss, weight and blocks travel as one array, so there are no more reductions than without the noise.
         blocks = sums.noise.blocks
         scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), blocks.ravel()])
-        scalars, rest = jax.lax.psum((scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)), names)
+        scalars, rest = jax.lax.psum(
+            (scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)),
+            names,
+        )
         return rest._replace(
             loss=scalars[0].astype(sums.loss.dtype),
             weight=scalars[1].astype(sums.weight.dtype),
             mutable=mutable,
-            noise=NoiseSums(rest.noise, scalars[2:].reshape(blocks.shape).astype(blocks.dtype)),
+            noise=NoiseSums(
+                rest.noise, scalars[2:].reshape(blocks.shape).astype(blocks.dtype)
+            ),
         )
 
     def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
         """Return the sums, and the gradients of the scaled loss, as if the loss had not been scaled."""
         if self.scale is None:
             return sums, grads
-        noise = sums.noise and sums.noise._replace(squares=sums.noise.squares / self.scale**2)
+        noise = sums.noise and sums.noise._replace(
+            squares=sums.noise.squares / self.scale**2
+        )
         return sums._replace(noise=noise), jax.tree.map(lambda g: g / self.scale, grads)
 
 
@@ -96,7 +109,9 @@ def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     # A counter or a flag. If the replicas kept different values, each would go on with its own, and a resumed run with another.
-    return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(x.dtype)
+    return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(
+        x.dtype
+    )
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
@@ -107,13 +122,18 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
 
 def sum_of_means(losses: Any, weights: Any) -> jax.Array:
     """Return the sum of loss / weight over the parts of a loss. A part without weight counts as 0."""
-    means: Any = jax.tree.map(lambda loss, weight: loss * safe_reciprocal(weight), losses, weights)
+    means: Any = jax.tree.map(
+        lambda loss, weight: loss * safe_reciprocal(weight), losses, weights
+    )
     return sum(jax.tree.leaves(means))
 
 
 def largest(weights: Any) -> Any:
     """Return the largest magnitude of the weights of several parts, or the weight of a loss that has one."""
-    return functools.reduce(lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)), jax.tree.leaves(weights))
+    return functools.reduce(
+        lambda one, other: jnp.maximum(jnp.abs(one), jnp.abs(other)),
+        jax.tree.leaves(weights),
+    )
 
 
 def as_summed(x: Any, dtype: Any = None) -> jax.Array:
@@ -125,15 +145,26 @@ def as_summed(x: Any, dtype: Any = None) -> jax.Array:
 def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
     """Return the type in which values are summed: at least float32, integers too, or `wanted` for real floating-point ones."""
     is_real = jnp.issubdtype(dtype, jnp.floating)
-    return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
+    return (
+        wanted
+        if wanted is not None and is_real
+        else jnp.promote_types(dtype, jnp.float32)
+    )
 
 
 def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
     if dtype is not None:
-        grads = jax.tree.map(lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
+        grads = jax.tree.map(
+            lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g,
+            grads,
+        )
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
-    return jax.tree.map(as_summed, grads) if mesh.devices.flat[0].platform == "cpu" else grads
+    return (
+        jax.tree.map(as_summed, grads)
+        if mesh.devices.flat[0].platform == "cpu"
+        else grads
+    )
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -153,7 +184,11 @@ def has_integers(params: Any) -> bool:
 
 def floating(tree: Any, params: Any) -> Any:
     """Return a tree like the parameters with None in the place of integers; None for None."""
-    return None if tree is None else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+    return (
+        None
+        if tree is None
+        else jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+    )
 
 
 def split_trained(params: Any) -> tuple[Any, Any]:
@@ -161,21 +196,35 @@ def split_trained(params: Any) -> tuple[Any, Any]:
     if isinstance(params, Mapping) and (key := "_overwrite_with_gradient") in params:
         problem = f"params[{key!r}], of Flax's float8 layers, takes its gradients as new values"
         fix = "use rampup.microbatches and rampup.multi_steps with a step of your own, or train in bfloat16"
-        raise ConfigError(f"{problem}, and a step sums them over microbatches; {fix}", key="params")
+        raise ConfigError(
+            f"{problem}, and a step sums them over microbatches; {fix}", key="params"
+        )
     if not has_integers(params):
         return params, None
-    return floating(params, params), jax.tree.map(lambda p: None if is_floating(p) else p, params)
+    return floating(params, params), jax.tree.map(
+        lambda p: None if is_floating(p) else p, params
+    )
 
 
 def fill(tree: Any, values: Any) -> Any:
     """Return a tree with the leaves of another one where it has None."""
-    return jax.tree.map(lambda x, value: value if x is None else x, tree, values, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda x, value: value if x is None else x,
+        tree,
+        values,
+        is_leaf=lambda x: x is None,
+    )
 
 
-def differing_leaves(before: Any, after: Any, fact: Callable[[Any], Any], **names: Any) -> Iterator[tuple[str, Any, Any]]:
+def differing_leaves(
+    before: Any, after: Any, fact: Callable[[Any], Any], **names: Any
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield name and facts of each leaf whose facts differ in two trees, None if it is absent; `names` are for `keystr`."""
     trees = [jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)]
-    old, new = ({jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves} for leaves in trees)
+    old, new = (
+        {jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves}
+        for leaves in trees
+    )
     for name in old | new:
         if old.get(name) != new.get(name):
             yield name, old.get(name), new.get(name)

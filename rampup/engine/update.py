@@ -23,8 +23,24 @@ from rampup.engine.gradient_noise import NoiseMeter, second_moments
 from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
 from rampup.engine.optimizer import FollowingOptimizer, SegmentNumbers
-from rampup.engine.state import carried, join_frozen, replace_carried, replace_fields, split_frozen
-from rampup.engine.sums import Recipe, Sums, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal, sum_of_means
+from rampup.engine.state import (
+    carried,
+    join_frozen,
+    replace_carried,
+    replace_fields,
+    split_frozen,
+)
+from rampup.engine.sums import (
+    Recipe,
+    Sums,
+    cast_like,
+    fill,
+    floating,
+    has_integers,
+    is_floating,
+    safe_reciprocal,
+    sum_of_means,
+)
 from rampup.engine.zero import gather_parameters, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
@@ -41,12 +57,20 @@ class Update:
     batch_axes: BatchAxes | None
     key: jax.Array  # of the run: a constant of the programs
     skip_nonfinite: bool
-    scatter_axes: BatchAxes | None  # those whose replicas split the optimizer's state (ZeRO-1)
+    scatter_axes: (
+        BatchAxes | None
+    )  # those whose replicas split the optimizer's state (ZeRO-1)
     measures_noise: bool
     has_explicit: bool = False  # the loss function sees Explicit axes
 
     def fused(
-        self, state_shardings: Any, state: Any, frozen: Any, chunks: tuple[Any, ...], counts: Counts, segment: Any = None
+        self,
+        state_shardings: Any,
+        state: Any,
+        frozen: Any,
+        chunks: tuple[Any, ...],
+        counts: Counts,
+        segment: Any = None,
     ) -> tuple[Any, Metrics]:
         """Run one optimizer step on chunks that are (K, R, ...) when joined; `segment` is for a `FollowingOptimizer`."""
         state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
@@ -55,28 +79,43 @@ class Update:
         # The shardings of the gradients are those of the parameters, or with ZeRO-1 those of each replica's own part.
         grad_shardings = device_shardings(state_shardings.params)
         if self.scatter_axes is not None:
-            placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
+            placed = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                state.params,
+                grad_shardings,
+            )
             grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
         recipe = self._recipe(state, state_shardings, grad_shardings)
         loss = self.bound_loss(state, state_shardings)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
-            sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, recipe, **options)
+            sums, grads = loss.sums_and_grads(
+                state.params, batch_KR, keys_KR, counts, recipe, **options
+            )
             if recipe.noise is None:
                 measured = {"grad_norm": optax.tree.norm(grads)}
             elif sums.noise is None:
                 problem = f"`sums_and_grads` of {type(loss).__name__} does not use `recipe.noise`"
                 problem = f"measure_gradient_noise=true: {problem}; see rampup.engine.contract.SummableLoss"
-                raise ConfigError(problem, key="measure_gradient_noise", nearest=(False,))
+                raise ConfigError(
+                    problem, key="measure_gradient_noise", nearest=(False,)
+                )
             else:
                 with jax.named_scope("gradient_noise"):
                     measured = recipe.noise.metrics(sums.noise, grads, sums.weight)
             grads = _with_integers(grads, state.params)
-        metrics = {"loss": sums.mean_loss, "weight": sums.weight, "aux": sums.aux, **measured}
+        metrics = {
+            "loss": sums.mean_loss,
+            "weight": sums.weight,
+            "aux": sums.aux,
+            **measured,
+        }
         if isinstance(sums.loss, tuple):
             metrics["loss_parts"] = jax.tree.map(sum_of_means, sums.loss, sums.weight)
         if self.scatter_axes is not None:
-            state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
+            state = replace_fields(
+                state, params=jax.tree.map(constrain, state.params, grad_shardings)
+            )
         with jax.named_scope("update"):
             new = self.run_optimizer(state, grads, metrics["loss"], segment)
         # The step number moves on in any case, and what the loss function carries also without a weight.
@@ -91,17 +130,27 @@ class Update:
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
                 # Flax adapts it only when it differentiates: here a function whose gradient is finite if that of the step is.
-                adapt = scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))
+                adapt = scale.value_and_grad(
+                    lambda x: x * jnp.where(is_finite, 1.0, jnp.nan)
+                )
                 changes["dynamic_scale"] = adapt(jnp.float32(0))[0]
         new = replace_carried(new, mutable, **changes)
         if self.scatter_axes is not None:
             with jax.named_scope("gather"):
-                params = gather_parameters(new.params, grad_shardings, self.mesh, self.scatter_axes)
+                params = gather_parameters(
+                    new.params, grad_shardings, self.mesh, self.scatter_axes
+                )
                 new = replace_fields(new, params=params)
         return split_frozen(new)[0], metrics
 
     def multi_steps(
-        self, state_shardings: Any, state: Any, frozen: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
+        self,
+        state_shardings: Any,
+        state: Any,
+        frozen: Any,
+        so_far: Metrics,
+        chunk: Any,
+        first_row: jax.Array,
     ) -> tuple[Any, Metrics]:
         """Run one microbatch, arrays (1, R, ...), with `optax.MultiSteps`; `so_far` are metrics of the step's earlier ones."""
         state = fetch_offloaded(join_frozen(state, frozen), state_shardings)
@@ -109,18 +158,28 @@ class Update:
         loss = self.bound_loss(state, state_shardings)
         recipe = self._recipe(state)
         with jax.named_scope("accumulate"):
-            options = {"mesh": self.mesh, "param_shardings": device_shardings(state_shardings.params)}
+            options = {
+                "mesh": self.mesh,
+                "param_shardings": device_shardings(state_shardings.params),
+            }
             counts = np.int32(1), np.int32(1)
-            sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, recipe, **options)
+            sums, grads = loss.sums_and_grads(
+                state.params, chunk, keys_KR, counts, recipe, **options
+            )
             if isinstance(sums.loss, tuple):
                 problem = "a loss of several parts needs gradient_accumulation=fused"
                 reason = "multi_steps averages microbatches that do not know the weights of the step"
-                raise ConfigError(f"{problem}: {reason}", key="gradient_accumulation", nearest=("fused",))
+                raise ConfigError(
+                    f"{problem}: {reason}",
+                    key="gradient_accumulation",
+                    nearest=("fused",),
+                )
             grads = _with_integers(grads, state.params)
         # The loss is the weighted mean over the microbatches so far. MultiSteps averages the gradients with equal weights.
         weight = so_far["weight"] + sums.weight
         metrics = {
-            "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * safe_reciprocal(weight),
+            "loss": (so_far["loss"] * so_far["weight"] + sums.loss)
+            * safe_reciprocal(weight),
             "weight": weight,
             "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
         }
@@ -128,7 +187,9 @@ class Update:
         if self.skip_nonfinite:
             # MultiSteps must see every microbatch, or its counter would leave the plan: zero the gradient, and drop the update.
             is_finite = _is_finite(sums, grads, state)
-            grads = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads)
+            grads = jax.tree.map(
+                lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads
+            )
             mutable = select_step(is_finite, mutable, carried(state))
             metrics["skipped"] = so_far["skipped"] | ~is_finite
         with jax.named_scope("update"):
@@ -139,42 +200,87 @@ class Update:
             keep = self.tx.has_updated(opt_state)
             if self.skip_nonfinite:
                 keep &= ~metrics["skipped"] & (weight != 0)
-            inner = select_step(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
+            inner = select_step(
+                keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state
+            )
             opt_state = opt_state._replace(inner_opt_state=inner)
-            new = select_step(keep, replace_fields(new, opt_state=opt_state), replace_fields(state, opt_state=opt_state))
-        return split_frozen(replace_carried(new, mutable, step=opt_state.gradient_step))[0], metrics
+            new = select_step(
+                keep,
+                replace_fields(new, opt_state=opt_state),
+                replace_fields(state, opt_state=opt_state),
+            )
+        return split_frozen(
+            replace_carried(new, mutable, step=opt_state.gradient_step)
+        )[0], metrics
 
     def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""
-        keys_KR = jax.eval_shape(lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0)))
-        eval_sums = functools.partial(self.bound_loss(state).eval_sums, mesh=self.mesh, mutable=carried(state))
+        keys_KR = jax.eval_shape(
+            lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0))
+        )
+        eval_sums = functools.partial(
+            self.bound_loss(state).eval_sums, mesh=self.mesh, mutable=carried(state)
+        )
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        return jax.device_put(zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}), replicated(self.mesh))
+        return jax.device_put(
+            zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}),
+            replicated(self.mesh),
+        )
 
-    def _recipe(self, state: Any, state_shardings: Any = None, grad_shardings: Any = None) -> Recipe:
+    def _recipe(
+        self, state: Any, state_shardings: Any = None, grad_shardings: Any = None
+    ) -> Recipe:
         """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
         scale, meter = getattr(state, "dynamic_scale", None), None
         if has_integers(state.params):
             _check_support(self.loss, "loss_fn", "integer parameters")
         if scale is not None:
-            _check_support(self.loss, "last" if hasattr(self.loss, "last") else "loss_fn", "`dynamic_scale`")
+            _check_support(
+                self.loss,
+                "last" if hasattr(self.loss, "last") else "loss_fn",
+                "`dynamic_scale`",
+            )
         if self.measures_noise:
             # Adam's second moments give the noise a second geometry. Those that are scattered over the replicas, or in host
             # memory between steps, do not: every microbatch would need them whole.
-            is_at_hand = self.scatter_axes is None and device_shardings(state_shardings.opt_state) == state_shardings.opt_state
-            moments = second_moments(state.opt_state, state.params) if is_at_hand else None
-            given = floating(grad_shardings, state.params), floating(moments, state.params)
+            is_at_hand = (
+                self.scatter_axes is None
+                and device_shardings(state_shardings.opt_state)
+                == state_shardings.opt_state
+            )
+            moments = (
+                second_moments(state.opt_state, state.params) if is_at_hand else None
+            )
+            given = (
+                floating(grad_shardings, state.params),
+                floating(moments, state.params),
+            )
             meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
-        return Recipe(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
+        return Recipe(
+            mutable=carried(state),
+            noise=meter,
+            scale=None if scale is None else scale.scale,
+        )
 
     def bound_loss(self, state: Any, state_shardings: Any = None) -> SummableLoss:
         """Return the loss with the frozen arrays of a state, if it has any, as an argument, and with the axes that it needs."""
         has_axes = self.has_explicit and state_shardings is not None
-        return _bind_frozen(explicit_loss(self.loss, self.mesh, state_shardings) if has_axes else self.loss, state)
+        return _bind_frozen(
+            explicit_loss(self.loss, self.mesh, state_shardings)
+            if has_axes
+            else self.loss,
+            state,
+        )
 
-    def run_optimizer(self, state: Any, grads: Any, loss: jax.Array, segment: SegmentNumbers | None = None) -> Any:
+    def run_optimizer(
+        self,
+        state: Any,
+        grads: Any,
+        loss: jax.Array,
+        segment: SegmentNumbers | None = None,
+    ) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
 
         def update_with_loss(*args: Any) -> Any:
@@ -196,25 +302,44 @@ class Update:
         if not hasattr(state, "apply_gradients"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-            new = replace_fields(state, params=params, opt_state=opt_state, step=state.step + 1)
+            new = replace_fields(
+                state, params=params, opt_state=opt_state, step=state.step + 1
+            )
         elif hasattr(state, "tx"):
-            new = replace_fields(replace_fields(state, tx=tx).apply_gradients(grads=grads), tx=state.tx)
+            new = replace_fields(
+                replace_fields(state, tx=tx).apply_gradients(grads=grads), tx=state.tx
+            )
         else:
             new = state.apply_gradients(grads=grads)
         if not has_integers(state.params):
             return new
         # Decay and the like leave integers alone, and the state that an optimizer keeps for them keeps its type.
-        params = jax.tree.map(lambda new, old: new if is_floating(old) else old, new.params, state.params)
-        return replace_fields(new, params=params, opt_state=cast_like(new.opt_state, state.opt_state))
+        params = jax.tree.map(
+            lambda new, old: new if is_floating(old) else old, new.params, state.params
+        )
+        return replace_fields(
+            new, params=params, opt_state=cast_like(new.opt_state, state.opt_state)
+        )
 
 
 def explicit_loss(loss: SummableLoss, mesh: Mesh, shardings: Any) -> SummableLoss:
     """Return a loss whose function sees Explicit axes, for a state with these shardings."""
-    return with_explicit_axes(loss, mesh, shardings.params, carried(shardings), getattr(shardings, "frozen", None))
+    return with_explicit_axes(
+        loss,
+        mesh,
+        shardings.params,
+        carried(shardings),
+        getattr(shardings, "frozen", None),
+    )
 
 
 def eval_sums(
-    loss: SummableLoss, mesh: Mesh, state_shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
+    loss: SummableLoss,
+    mesh: Mesh,
+    state_shardings: Any,
+    state: Any,
+    chunks: tuple[Any, ...],
+    num_microbatches: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
     state = fetch_offloaded(state, state_shardings)
@@ -222,7 +347,9 @@ def eval_sums(
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
     keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
     options = {"mesh": mesh, "mutable": carried(state)}
-    sums = _bind_frozen(loss, state).eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
+    sums = _bind_frozen(loss, state).eval_sums(
+        state.params, batch_KR, keys_KR, num_microbatches, **options
+    )
     return sums.loss, sums.weight
 
 
@@ -233,22 +360,41 @@ def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
         if isinstance(new, optax.ScaleByScheduleState):
             return new
         if _is_injected(new):
-            return new._replace(inner_state=select_step(keep, new.inner_state, old.inner_state))
+            return new._replace(
+                inner_state=select_step(keep, new.inner_state, old.inner_state)
+            )
         return jnp.where(keep, new, old)
 
-    return jax.tree.map(select, new, old, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState) or _is_injected(x))
+    return jax.tree.map(
+        select,
+        new,
+        old,
+        is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState) or _is_injected(x),
+    )
 
 
 def _is_injected(state: Any) -> bool:
     """Return whether this is the state of `optax.inject_hyperparams`, of any of its types."""
-    return hasattr(state, "hyperparams") and hasattr(state, "inner_state") and hasattr(state, "_replace")
+    return (
+        hasattr(state, "hyperparams")
+        and hasattr(state, "inner_state")
+        and hasattr(state, "_replace")
+    )
 
 
 def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:
     """Return whether the loss, the gradient and what the loss function has changed in `state` are finite."""
     # Only the changes: a running maximum may start at -infinity.
-    changed = jax.tree.map(lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x), sums.mutable, carried(state))
-    numbers = [x for x in jax.tree.leaves((grads, sums.loss, sums.weight, changed)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    changed = jax.tree.map(
+        lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x),
+        sums.mutable,
+        carried(state),
+    )
+    numbers = [
+        x
+        for x in jax.tree.leaves((grads, sums.loss, sums.weight, changed))
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in numbers]))
 
 
@@ -260,7 +406,11 @@ def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
 
 def _with_integers(grads: Any, params: Any) -> Any:
     """Return the gradients with zeros for integer parameters, as an optimizer takes them."""
-    return fill(grads, jax.tree.map(jnp.zeros_like, params)) if has_integers(params) else grads
+    return (
+        fill(grads, jax.tree.map(jnp.zeros_like, params))
+        if has_integers(params)
+        else grads
+    )
 
 
 def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
@@ -269,7 +419,9 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
     if frozen is None:
         return loss
     _check_support(loss, "loss_fn", "`frozen`")
-    return dataclasses.replace(loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen))
+    return dataclasses.replace(
+        loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen)
+    )
 
 
 def _check_support(loss: Any, attribute: str, feature: str) -> None:
@@ -279,4 +431,7 @@ def _check_support(loss: Any, attribute: str, feature: str) -> None:
         fix += ", or train without a pipeline"
         if feature == "`dynamic_scale`":
             fix = "scale the loss in its own functions, or train in bfloat16 or float32, which need no scale"
-        raise ConfigError(f"the state has {feature}, which {a_type(loss)} does not support; {fix}", key="state")
+        raise ConfigError(
+            f"the state has {feature}, which {a_type(loss)} does not support; {fix}",
+            key="state",
+        )

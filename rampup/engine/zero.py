@@ -20,7 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axes_of, axis_names, spec_without
+from rampup.engine.mesh import (
+    STAGE,
+    BatchAxes,
+    auto_view,
+    axes_of,
+    axis_names,
+    spec_without,
+)
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -35,19 +42,26 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
         sharding: NamedSharding = leaf.sharding
         if d == 1 or is_scattered(sharding, axes):
             return sharding
-        entries = [_names(entry, mesh) for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))]
+        entries = [
+            _names(entry, mesh)
+            for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+        ]
         # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
         found = [
             k
             for k, names in enumerate(entries)
-            if leaf.shape[k] and leaf.shape[k] % (d * math.prod(mesh.shape[name] for name in names)) == 0 and STAGE not in names
+            if leaf.shape[k]
+            and leaf.shape[k] % (d * math.prod(mesh.shape[name] for name in names)) == 0
+            and STAGE not in names
         ]
         if not found:
             return sharding
         best = min(found, key=lambda k: (len(entries[k]), k))
         # The replicas first: inside a function that is manual over them, the other axes shard what each replica has.
         entries[best] = (*axes.replica, *entries[best])
-        spec = PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))
+        spec = PartitionSpec(
+            *(names[0] if len(names) == 1 else names or None for names in entries)
+        )
         return sharding.update(spec=spec)
 
     return jax.tree.map(of, tree)
@@ -67,19 +81,28 @@ def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
 def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Any:
     """Sum this replica's gradients over the replicas, in a function that is manual over them; each gets its own part."""
     leaves, structure = jax.tree.flatten(grads)
-    (whole, alone, buffers), d = _routes(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
-    for k, total in zip(whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True):
+    (whole, alone, buffers), d = (
+        _routes(leaves, shardings, mesh, axes),
+        axes.num_replicas(mesh),
+    )
+    for k, total in zip(
+        whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True
+    ):
         leaves[k] = total
     for k, dim in alone.items():
         leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
 
     def split(x: jax.Array, dim: int) -> jax.Array:
-        return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
+        return jnp.moveaxis(
+            x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0
+        )
 
     for members in buffers:
         parts = [split(leaves[k], dim) for k, dim in members.items()]
         sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
-        for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
+        for k, x in zip(
+            members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True
+        ):
             leaves[k] = x
     return jax.tree.unflatten(structure, leaves)
 
@@ -88,24 +111,39 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     """Return whole parameters on every replica from the parts that the replicas have by `scattered`."""
     manual = axes.manual(mesh)
     in_specs = manual_specs(scattered, mesh, manual)
-    out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
+    out_specs = jax.tree.map(
+        lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs
+    )
 
     def gather(params: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
         _, alone, buffers = _routes(leaves, scattered, mesh, axes)
         for k, dim in alone.items():
-            leaves[k] = jax.lax.all_gather(leaves[k], axes.replica, axis=dim, tiled=True)
+            leaves[k] = jax.lax.all_gather(
+                leaves[k], axes.replica, axis=dim, tiled=True
+            )
         for members in buffers:
             parts = [leaves[k] for k in members]
             gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
-            for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
+            for (k, dim), x in zip(
+                members.items(),
+                _unpack(gathered, [part.shape for part in parts]),
+                strict=True,
+            ):
                 shape = leaves[k].shape
-                leaves[k] = jnp.moveaxis(x, 0, dim).reshape(*shape[:dim], x.shape[0] * shape[dim], *shape[dim + 1 :])
+                leaves[k] = jnp.moveaxis(x, 0, dim).reshape(
+                    *shape[:dim], x.shape[0] * shape[dim], *shape[dim + 1 :]
+                )
         return jax.tree.unflatten(structure, leaves)
 
     # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
     return jax.shard_map(
-        gather, mesh=auto_view(mesh), axis_names=manual, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+        gather,
+        mesh=auto_view(mesh),
+        axis_names=manual,
+        in_specs=(in_specs,),
+        out_specs=out_specs,
+        check_vma=False,
     )(params)
 
 
@@ -117,11 +155,21 @@ def _routes(
     alone = dict[int, int]()
     by_type = dict[Any, dict[int, int]]()
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
-        dims = [dim for dim, entry in enumerate(sharding.spec) if not set(axes.replica).isdisjoint(axis_names(entry))]
+    for k, (leaf, sharding) in enumerate(
+        zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ):
+        dims = [
+            dim
+            for dim, entry in enumerate(sharding.spec)
+            if not set(axes.replica).isdisjoint(axis_names(entry))
+        ]
         if not dims:
             whole.append(k)
-        elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
+        elif any(
+            name not in manual
+            for entry in sharding.spec
+            for name in _names(entry, mesh)
+        ):
             # To flatten it into a buffer, the compiler would gather it over those axes.
             alone[k] = dims[0]
         else:
@@ -133,16 +181,24 @@ def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
     """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
     flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
     size = sum(x.shape[-1] for x in flat)
-    padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
-    return jnp.concatenate([*flat, padding], axis=leading).reshape(*padding.shape[:leading], -1, TILE[1])
+    padding = jnp.zeros(
+        (*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype
+    )
+    return jnp.concatenate([*flat, padding], axis=leading).reshape(
+        *padding.shape[:leading], -1, TILE[1]
+    )
 
 
-def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[jax.Array]:
+def _unpack(
+    buffer: jax.Array, shapes: Sequence[tuple[int, ...]]
+) -> Iterator[jax.Array]:
     """Yield the arrays of these shapes that are in a buffer (*leading, N, 128), each with the leading dimensions."""
     flat, first = buffer.reshape(*buffer.shape[:-2], -1), 0
     for shape in shapes:
         end = first + math.prod(shape)
-        yield jax.lax.slice_in_dim(flat, first, end, axis=flat.ndim - 1).reshape(*flat.shape[:-1], *shape)
+        yield jax.lax.slice_in_dim(flat, first, end, axis=flat.ndim - 1).reshape(
+            *flat.shape[:-1], *shape
+        )
         first = end
 
 
@@ -160,33 +216,54 @@ def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
     places = [[place_of(device) for device in group] for group in groups]
     slices = [{place and place[0] for place in group} for group in places]
     # Each place on the other axes must be another slice.
-    if any(len(found) > 1 or None in found for found in slices) or len(set.union(*slices)) < len(slices):
+    if any(len(found) > 1 or None in found for found in slices) or len(
+        set.union(*slices)
+    ) < len(slices):
         return None
     torus, *others = [_torus(np.array(group)[:, 1:]) for group in places]
-    return torus if torus is not None and all(x is not None and np.array_equal(x, torus) for x in others) else None
+    return (
+        torus
+        if torus is not None
+        and all(x is not None and np.array_equal(x, torus) for x in others)
+        else None
+    )
 
 
 def place_of(device: Any) -> tuple[int, ...] | None:
     """Return the number of a TPU's slice and the coordinates of its chip; None for other devices."""
-    return (getattr(device, "slice_index", 0), *device.coords) if device.platform == "tpu" else None
+    return (
+        (getattr(device, "slice_index", 0), *device.coords)
+        if device.platform == "tpu"
+        else None
+    )
 
 
 def _torus(coordinates: np.ndarray) -> np.ndarray | None:
     """Return the places in a torus of the devices with these coordinates, shape (devices, dimensions), or None."""
-    sides = [np.unique(x, return_inverse=True)[1] for x in coordinates.T if len({*x}) > 1]
+    sides = [
+        np.unique(x, return_inverse=True)[1] for x in coordinates.T if len({*x}) > 1
+    ]
     # The side that changes least from one device to the next comes first: the parts are mostly in order then.
     sides.sort(key=lambda side: -np.argmax(side != side[0]))
     sizes = [int(np.max(side)) + 1 for side in sides]
     # All chips of a slice in three dimensions, or of a square larger than 2x2 (libtpu 0.0.50).
-    is_whole = len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
-    if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
+    is_whole = (
+        len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
+    )
+    if (
+        not is_whole
+        or len(sizes) < 2
+        or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2))
+    ):
         return None
     torus = np.empty(sizes, int)
     torus[tuple(sides)] = np.arange(len(coordinates))
     return torus
 
 
-def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> jax.Array:
+def scatter_sum(
+    x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int
+) -> jax.Array:
     """Return this device's part, along dimension `dim`, of the sum of x over the devices along some axes, which are manual."""
     torus = torus_of(mesh, names)
     if torus is None:
@@ -198,7 +275,9 @@ def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> j
         x = jnp.concatenate([parts[k] for k in order], axis=dim)
     for k, size in enumerate(torus.shape):
         groups = np.moveaxis(torus, k, -1).reshape(-1, size).tolist()
-        x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        x = jax.lax.psum_scatter(
+            x, names, scatter_dimension=dim, axis_index_groups=groups, tiled=True
+        )
     return x
 
 
@@ -208,5 +287,8 @@ def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Arr
         return jax.lax.all_gather(x, names, axis=dim, tiled=True)
 
     whole = jax.custom_vjp(lambda x: jax.lax.all_gather(x, names, axis=dim, tiled=True))
-    whole.defvjp(lambda x: (whole(x), None), lambda _, gradient: (scatter_sum(gradient, mesh, names, dim),))
+    whole.defvjp(
+        lambda x: (whole(x), None),
+        lambda _, gradient: (scatter_sum(gradient, mesh, names, dim),),
+    )
     return whole(x)

@@ -24,7 +24,16 @@ _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _PARENTHESIS = re.compile(r"[()]")
 _NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 # Operations that pass a value on unchanged, for finding where it comes from.
-_PASS_ON = {"copy", "copy-start", "copy-done", "bitcast", "bitcast-convert", "convert", "reshape", "transpose"}
+_PASS_ON = {
+    "copy",
+    "copy-start",
+    "copy-done",
+    "bitcast",
+    "bitcast-convert",
+    "convert",
+    "reshape",
+    "transpose",
+}
 _PASS_ON |= {"opt-barrier", "optimization-barrier"}
 
 
@@ -39,7 +48,11 @@ class Array(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes without the padding of a layout."""
         bits = _BITS.get(self.dtype)
-        bits = int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0) if bits is None else bits
+        bits = (
+            int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0)
+            if bits is None
+            else bits
+        )
         return math.prod(self.dims) * bits // 8
 
 
@@ -74,7 +87,10 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """The computations that it calls, other than a loop's."""
-        lists = re.findall(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)", self.attributes)
+        lists = re.findall(
+            r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)",
+            self.attributes,
+        )
         return re.findall(r"[\w.\-]+", " ".join(lists))
 
 
@@ -88,12 +104,20 @@ class Computation(NamedTuple):
     def root(self) -> Instruction:
         """The result."""
         *_, last = self.instructions.values()
-        return last if last.is_root else next((i for i in self.instructions.values() if i.is_root), last)
+        return (
+            last
+            if last.is_root
+            else next((i for i in self.instructions.values() if i.is_root), last)
+        )
 
     @property
     def parameters(self) -> dict[int, Instruction]:
         """The arguments by number."""
-        return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
+        return {
+            int(i.inner): i
+            for i in self.instructions.values()
+            if i.opcode == "parameter"
+        }
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """Return what makes the operands of an instruction; one without arrays where the text does not say."""
@@ -115,7 +139,15 @@ class Value(NamedTuple):
         return Value(self.where, made[0], element, self.sites)
 
 
-_UNKNOWN = Instruction(name="", opcode="unknown", arrays=(), operands=(), inner="", attributes="", is_root=False)
+_UNKNOWN = Instruction(
+    name="",
+    opcode="unknown",
+    arrays=(),
+    operands=(),
+    inner="",
+    attributes="",
+    is_root=False,
+)
 
 
 class Visit(NamedTuple):
@@ -124,7 +156,9 @@ class Visit(NamedTuple):
     instruction: Instruction
     computation: Computation
     runs: int  # product of the trip counts of the loops around it that are known
-    open_loops: int  # loops around it whose bound is an argument, which `runs` leaves out
+    open_loops: (
+        int  # loops around it whose bound is an argument, which `runs` leaves out
+    )
     loops: tuple[str, ...]  # names of all loops around it, from outside in
     fused: bool  # whether it is part of a fusion, whose operands and result alone are in memory
     in_branch: bool  # whether it is in a branch, which may not be taken
@@ -137,24 +171,42 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self.entry = ""  # name of the computation that a run starts with
         header = text[: text.find("\n")]
-        self.is_scheduled = "is_scheduled=true" in header  # in the order in which they run
+        self.is_scheduled = (
+            "is_scheduled=true" in header
+        )  # in the order in which they run
         # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
         start = header.find("input_output_alias={")
         stated = header[start : header.find(" }", start)] if start >= 0 else ""
         found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}", stated)
-        self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number in found}
-        self.num_partitions = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+        self.aliases = {
+            int(out.split(",")[0] or 0): int(number) for out, number in found
+        }
+        self.num_partitions = math.prod(
+            int(n)
+            for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+        )
         # Names and sizes of the axes of the mesh, if the program states them.
-        named = (match.group(1) for match in re.finditer(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text))
-        axes = next((names for names in named if "'axis_" not in names), None)  # axis_0, ...: made up by the compiler
-        self.mesh = axes and tuple((name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", axes))
+        named = (
+            match.group(1)
+            for match in re.finditer(
+                r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]", text
+            )
+        )
+        axes = next(
+            (names for names in named if "'axis_" not in names), None
+        )  # axis_0, ...: made up by the compiler
+        self.mesh = axes and tuple(
+            (name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)
+        )
         current: dict[str, Instruction] | None = None
         last: Instruction | None = None
         for line in text.splitlines():
             if current is None:
                 if match := _HEADER.match(line):
                     current = {}
-                    self.computations[match.group(2)] = Computation(match.group(2), current)
+                    self.computations[match.group(2)] = Computation(
+                        match.group(2), current
+                    )
                     self.entry = match.group(2) if match.group(1) else self.entry
             elif line.rstrip() == "}" or line.startswith('}, execution_thread="'):
                 current = last = None
@@ -163,11 +215,17 @@ class Program:
                     _add_element(current, name)
                 current[instruction.name] = last = instruction
             elif last is not None:  # the description of a kernel has lines of its own
-                last = current[last.name] = replace(last, attributes=f"{last.attributes}\n{line}")
+                last = current[last.name] = replace(
+                    last, attributes=f"{last.attributes}\n{line}"
+                )
         if not self.entry:
-            raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
+            raise DataError(
+                "this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`"
+            )
         if current is not None or not self.computations[self.entry].instructions:
-            raise DataError("the text of the program is cut short: a computation has no end; write it again")
+            raise DataError(
+                "the text of the program is cut short: a computation has no end; write it again"
+            )
         # Where a computation is a loop's body or condition, where else it is called, and where it runs asynchronously.
         self._loops: dict[str, tuple[Computation, Instruction]] = {}
         self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
@@ -175,11 +233,20 @@ class Program:
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
-                    self._loops.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
+                    self._loops.update(
+                        dict.fromkeys(
+                            loop_parts(instruction), (computation, instruction)
+                        )
+                    )
                 elif instruction.opcode in ASYNC_CALLS:
-                    self.async_starts.update(dict.fromkeys(instruction.called, (computation, instruction)))
+                    self.async_starts.update(
+                        dict.fromkeys(instruction.called, (computation, instruction))
+                    )
                 elif instruction.opcode in _CALLS:
-                    self._sites.update((v.where.name, v.sites[-1]) for v in self.results(Value(computation, instruction)))
+                    self._sites.update(
+                        (v.where.name, v.sites[-1])
+                        for v in self.results(Value(computation, instruction))
+                    )
 
     def body(self, loop: Instruction) -> Computation | None:
         """Return the body of a loop, or None if it is not in the text."""
@@ -189,14 +256,22 @@ class Program:
     def initial(self, value: Value) -> Value | None:
         """Return the first value of an element of a loop's state, or None if the value is not one."""
         where, made, element, _ = value
-        is_state = made.opcode == "parameter" and element is not None and where.name in self._loops
+        is_state = (
+            made.opcode == "parameter"
+            and element is not None
+            and where.name in self._loops
+        )
         return Value(*self._loops[where.name]).operand(0, element) if is_state else None
 
     def results(self, value: Value) -> Iterator[Value]:
         """Yield the result of a fusion or call, or that of every branch of a conditional."""
         where, made, element, sites = value
         for number, name in enumerate(made.called):
-            arguments = made.operands[number + 1 : number + 2] if made.opcode == "conditional" else made.operands
+            arguments = (
+                made.operands[number + 1 : number + 2]
+                if made.opcode == "conditional"
+                else made.operands
+            )
             inner = self.computations.get(name)
             if inner is not None and inner.instructions:
                 yield Value(inner, inner.root, element, (*sites, (where, arguments)))
@@ -218,24 +293,43 @@ class Program:
             elif made.opcode == "parameter" and (sites or where.name in self._sites):
                 outside, arguments = sites[-1] if sites else self._sites[where.name]
                 for name in arguments[int(made.inner) :][:1]:
-                    source = Value(outside, outside.instructions.get(name, _UNKNOWN), element, sites[:-1])
+                    source = Value(
+                        outside,
+                        outside.instructions.get(name, _UNKNOWN),
+                        element,
+                        sites[:-1],
+                    )
         return value
 
-    def visits(self, computation: Computation | None = None, around: Visit | None = None) -> Iterator[Visit]:
+    def visits(
+        self, computation: Computation | None = None, around: Visit | None = None
+    ) -> Iterator[Visit]:
         """Yield every instruction that a run may execute, each place that calls a computation separately."""
         computation = computation or self.computations[self.entry]
-        around = around or Visit(_UNKNOWN, computation, 1, 0, (), fused=False, in_branch=False)
+        around = around or Visit(
+            _UNKNOWN, computation, 1, 0, (), fused=False, in_branch=False
+        )
         for instruction in computation.instructions.values():
             visit = around._replace(instruction=instruction, computation=computation)
             yield visit
             if instruction.opcode == "while":
                 trips = self.trips(instruction.name, computation.name)
                 if (body := self.body(instruction)) is not None:
-                    more = {"open_loops": visit.open_loops + 1} if trips is None else {"runs": visit.runs * trips}
-                    yield from self.visits(body, visit._replace(loops=(*visit.loops, instruction.name), **more))
+                    more = (
+                        {"open_loops": visit.open_loops + 1}
+                        if trips is None
+                        else {"runs": visit.runs * trips}
+                    )
+                    yield from self.visits(
+                        body,
+                        visit._replace(loops=(*visit.loops, instruction.name), **more),
+                    )
             elif instruction.opcode not in REDUCERS:
                 in_branch = visit.in_branch or instruction.opcode == "conditional"
-                inside = visit._replace(fused=visit.fused or instruction.opcode == "fusion", in_branch=in_branch)
+                inside = visit._replace(
+                    fused=visit.fused or instruction.opcode == "fusion",
+                    in_branch=in_branch,
+                )
                 for name in instruction.called:
                     if name in self.computations:
                         yield from self.visits(self.computations[name], inside)
@@ -244,7 +338,9 @@ class Program:
     def trips(self, loop: str, computation: str) -> int | None:
         """Return the iterations of a loop, or None if its bound is an argument of the program."""
         instruction = self.computations[computation].instructions[loop]
-        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes):
+        if known := re.search(
+            r'known_trip_count":\{"n":"(\d+)"', instruction.attributes
+        ):
             return int(known.group(1))
         body = self.body(instruction)
         condition = self.computations.get(loop_parts(instruction)[1])
@@ -253,7 +349,11 @@ class Program:
         # The condition is `counter < bound`. The counter has a start and a step.
         test = self.origin(Value(condition, condition.root))
         direction = re.search(r"direction=(\w+)", test.made.attributes)
-        if test.made.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
+        if (
+            test.made.opcode != "compare"
+            or direction is None
+            or direction.group(1) not in ("LT", "LE", "GT", "GE")
+        ):
             return None
         is_greater = direction.group(1) in ("GT", "GE")
         counter = self.origin(test.operand(is_greater))
@@ -261,7 +361,11 @@ class Program:
         bound = self._constant(test.operand(not is_greater))
         first = None if initial is None else self._constant(initial)
         next_ = self.origin(Value(body, body.root, counter.element))
-        steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
+        steps = (
+            [self._constant(next_.operand(n)) for n in (0, 1)]
+            if next_.made.opcode == "add"
+            else []
+        )
         step = next((n for n in steps if n is not None), 0)
         if first is None or bound is None or step < 1:
             return None
@@ -271,17 +375,31 @@ class Program:
         """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""
         value = self.origin(value)
         if value.made.opcode == "constant":
-            return int(value.made.inner) if re.fullmatch(r"-?\d+", value.made.inner) else None
+            return (
+                int(value.made.inner)
+                if re.fullmatch(r"-?\d+", value.made.inner)
+                else None
+            )
         initial = self.initial(value)
-        if initial is None or (body := self.body(self._loops[value.where.name][1])) is None:
+        if (
+            initial is None
+            or (body := self.body(self._loops[value.where.name][1])) is None
+        ):
             return None
         kept = self.origin(Value(body, body.root, value.element))
-        is_kept = kept.where is body and kept.made.opcode == "parameter" and kept.element == value.element
+        is_kept = (
+            kept.where is body
+            and kept.made.opcode == "parameter"
+            and kept.element == value.element
+        )
         return self._constant(initial) if is_kept else None
 
 
 _CALLS = {"fusion", "call", "conditional"}
-ASYNC_CALLS = {"async-start", "call-start"}  # starts of operations that run asynchronously, as computations of their own
+ASYNC_CALLS = {
+    "async-start",
+    "call-start",
+}  # starts of operations that run asynchronously, as computations of their own
 # Operations whose computation works on single numbers.
 REDUCERS = {"reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter"}
 REDUCERS |= {"all-reduce", "all-reduce-start", "reduce-scatter"}
@@ -319,7 +437,11 @@ def _parse_line(line: str) -> Instruction | None:
     close = _closing(line, opcode.end() - 1)
     inner, arrays = line[opcode.end() : close], list[Array]()
     operands = _NAMES.findall(inner)
-    if not operands and opcode.group(1) not in ("constant", "parameter", "iota"):  # names without a percent sign
+    if not operands and opcode.group(1) not in (
+        "constant",
+        "parameter",
+        "iota",
+    ):  # names without a percent sign
         bare = re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)
         operands = re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", bare)
     for dtype, sizes, layout in _ARRAY.findall(line[start:end]):
@@ -327,7 +449,15 @@ def _parse_line(line: str) -> Instruction | None:
         dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
         arrays.append(Array(dtype, dims, int(space.group(1)) if space else 0))
     is_root = match.group(1) is not None
-    return Instruction(match.group(2), opcode.group(1), tuple(arrays), tuple(operands), inner, line[close + 1 :], is_root)
+    return Instruction(
+        match.group(2),
+        opcode.group(1),
+        tuple(arrays),
+        tuple(operands),
+        inner,
+        line[close + 1 :],
+        is_root,
+    )
 
 
 def _add_element(instructions: dict[str, Instruction], name: str) -> None:
@@ -336,7 +466,15 @@ def _add_element(instructions: dict[str, Instruction], name: str) -> None:
     if sign and name not in instructions:
         _add_element(instructions, whole)
         arrays = instructions.get(whole, _UNKNOWN).arrays[int(index) :][:1]
-        instructions[name] = Instruction(name, "get-tuple-element", arrays, (whole,), "", f"index={index}", is_root=False)
+        instructions[name] = Instruction(
+            name,
+            "get-tuple-element",
+            arrays,
+            (whole,),
+            "",
+            f"index={index}",
+            is_root=False,
+        )
 
 
 def _closing(line: str, start: int) -> int:

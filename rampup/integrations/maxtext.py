@@ -27,7 +27,13 @@ from flax import nnx
 from rich.console import Console
 
 from rampup.engine.accumulate import accumulate, take
-from rampup.errors import ConfigError, MissingDependencyError, RampupError, ResumeMismatchError, raise_together
+from rampup.errors import (
+    ConfigError,
+    MissingDependencyError,
+    RampupError,
+    ResumeMismatchError,
+    raise_together,
+)
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.ramp_keys import RampupBatchManager
 from rampup.show.console import MAX_PHASES, make_table
@@ -39,31 +45,78 @@ GRADIENTS = "gradient_accumulation_loss_and_grad"
 # What is replaced or used, with the arguments that it has in this version.
 NAMES = {
     (TRAIN, "main"): "argv",
-    (TRAIN, GRADIENTS): "_loss_fn config model params params_shardings data dropout_rng",
+    (
+        TRAIN,
+        GRADIENTS,
+    ): "_loss_fn config model params params_shardings data dropout_rng",
     (UTILS, "create_rampup_manager"): "config checkpoint_manager",
-    (UTILS, "create_dataloader"): "config mesh data_iterator goodput_recorder rampup_manager",
-    ("maxtext.common.data_loader", "DataLoader"): "config mesh data_iterator goodput_recorder",
+    (
+        UTILS,
+        "create_dataloader",
+    ): "config mesh data_iterator goodput_recorder rampup_manager",
+    (
+        "maxtext.common.data_loader",
+        "DataLoader",
+    ): "config mesh data_iterator goodput_recorder",
     ("maxtext.common.checkpointing", "latest_step"): "checkpoint_manager",
 }
 # Keys that a ramp in one executable needs as they are here, with the reason.
 NEEDED = {
     "enable_diloco": (False, "its batches have an axis of replicas"),
-    "ici_pipeline_parallelism": (1, "MaxText's pipeline splits a batch into microbatches of its own"),
-    "dcn_pipeline_parallelism": (1, "MaxText's pipeline splits a batch into microbatches of its own"),
-    "use_tunix_gradient_accumulation": (False, "it divides each microbatch by its own tokens, also one without any"),
+    "ici_pipeline_parallelism": (
+        1,
+        "MaxText's pipeline splits a batch into microbatches of its own",
+    ),
+    "dcn_pipeline_parallelism": (
+        1,
+        "MaxText's pipeline splits a batch into microbatches of its own",
+    ),
+    "use_tunix_gradient_accumulation": (
+        False,
+        "it divides each microbatch by its own tokens, also one without any",
+    ),
     "training_objective": ("causal_lm", "other objectives have masks of their own"),
-    "te_moe_block": (False, "it takes the smallest capacity of all microbatches, also of those that do not run"),
-    "expansion_factor_real_data": (-1, "the position of loaders that some hosts do not have is saved elsewhere"),
-    "colocated_python_data_input": (False, "the position of remote loaders is saved elsewhere"),
+    "te_moe_block": (
+        False,
+        "it takes the smallest capacity of all microbatches, also of those that do not run",
+    ),
+    "expansion_factor_real_data": (
+        -1,
+        "the position of loaders that some hosts do not have is saved elsewhere",
+    ),
+    "colocated_python_data_input": (
+        False,
+        "the position of remote loaders is saved elsewhere",
+    ),
     "elastic_enabled": (False, "its batches follow the devices that are alive"),
-    "load_full_state_path": ("", "the place in the ramp follows from the checkpoints of the run itself"),
+    "load_full_state_path": (
+        "",
+        "the place in the ramp follows from the checkpoints of the run itself",
+    ),
 }
 # Keys with which `rampup.accumulate` gives MaxText's numbers. It needs `data` and `fsdp` as the only axes, too.
-ACCUMULATED = {"shard_mode": "auto", "attention": "dot_product", "shard_optimizer_over_data": False, "num_experts": 1}
-ACCUMULATED |= {"mtp_num_layers": 0, "use_indexer": False, "num_vocab_tiling": 1, "quantization": "", "dropout_rate": 0.0}
-ACCUMULATED |= {"use_multimodal": False, "use_qk_clip": False, "record_internal_nn_metrics": 0}
+ACCUMULATED = {
+    "shard_mode": "auto",
+    "attention": "dot_product",
+    "shard_optimizer_over_data": False,
+    "num_experts": 1,
+}
+ACCUMULATED |= {
+    "mtp_num_layers": 0,
+    "use_indexer": False,
+    "num_vocab_tiling": 1,
+    "quantization": "",
+    "dropout_rate": 0.0,
+}
+ACCUMULATED |= {
+    "use_multimodal": False,
+    "use_qk_clip": False,
+    "record_internal_nn_metrics": 0,
+}
 ACCUMULATED |= {"parameter_memory_host_offload": False, "z_loss_multiplier": 0.0}
-AUXILIARY = {key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")}
+AUXILIARY = {
+    key: ACCUMULATED[key] for key in ("num_experts", "mtp_num_layers", "use_indexer")
+}
 # What MaxText returns as means over the microbatches of the buffer. All are 0 for a microbatch that does not run.
 LOSSES = ("moe_lb_loss", "indexer_loss", "mtp_loss")
 MEANS = (*LOSSES, "moe_max_load_ratio_mean")
@@ -100,19 +153,29 @@ def install() -> Any:
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("maxtext."):
                 missing = f"rampup.integrations.maxtext runs MaxText, but the package {error.name} is not installed"
-                raise MissingDependencyError(f"{missing}; install maxtext=={VERSION} and what it needs") from None
+                raise MissingDependencyError(
+                    f"{missing}; install maxtext=={VERSION} and what it needs"
+                ) from None
             found[name] = None
-        own = found[name] and [each for each in inspect.signature(found[name]).parameters if each != "self"]
-        if own != arguments.split() or (name == GRADIENTS and "scan" not in found[name].__code__.co_names):
+        own = found[name] and [
+            each for each in inspect.signature(found[name]).parameters if each != "self"
+        ]
+        if own != arguments.split() or (
+            name == GRADIENTS and "scan" not in found[name].__code__.co_names
+        ):
             here = importlib.import_module("maxtext").__version__
-            wanted = f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION}"
+            wanted = (
+                f"{module}.{name}({arguments.replace(' ', ', ')}) of MaxText {VERSION}"
+            )
             rule = f"{wanted} is not in the installed version, {here}, or has changed"
             raise ConfigError(f"{rule}; rampup works with maxtext=={VERSION}")
     train = importlib.import_module(TRAIN)
     utils = importlib.import_module(UTILS)
     maxtexts = found[GRADIENTS]
 
-    def create_rampup_manager(config: Any, checkpoint_manager: Any) -> RampupBatchManager | None:
+    def create_rampup_manager(
+        config: Any, checkpoint_manager: Any
+    ) -> RampupBatchManager | None:
         if not config.enable_rampup_batch_size:
             return None
         label = found["latest_step"](checkpoint_manager) if checkpoint_manager else None
@@ -122,7 +185,9 @@ def install() -> Any:
         check_record(config, manager)
         return manager
 
-    def create_dataloader(config: Any, mesh: Any, data_iterator: Any, recorder: Any, manager: Any) -> Any:
+    def create_dataloader(
+        config: Any, mesh: Any, data_iterator: Any, recorder: Any, manager: Any
+    ) -> Any:
         own = found["DataLoader"](config, mesh, data_iterator, recorder)
         if manager is None:
             return own
@@ -132,7 +197,9 @@ def install() -> Any:
         config.get_keys()["rampup_end_step"] = manager.total_rampup_steps
         return RampLoader(own, config, manager)
 
-    def gradients(loss_fn: Any, config: Any, model: Any, *args: Any) -> tuple[Any, Any, Any]:
+    def gradients(
+        loss_fn: Any, config: Any, model: Any, *args: Any
+    ) -> tuple[Any, Any, Any]:
         if not config.enable_rampup_batch_size:
             return maxtexts(loss_fn, config, model, *args)  # type: ignore[no-any-return]
         if choose_design(config, model.mesh)[0] == "accumulate":
@@ -162,7 +229,11 @@ def problems(config: Any, ramp: BatchRamp) -> Iterator[ConfigError]:
     for key, (needed, why) in NEEDED.items():
         if (value := value_of(config, key)) != needed:
             setting = f"{key}={str(needed).lower()}"
-            yield ConfigError(f"{key}={value} excludes a ramp: {why}; set {setting}", key=key, nearest=(needed,))
+            yield ConfigError(
+                f"{key}={value} excludes a ramp: {why}; set {setting}",
+                key=key,
+                nearest=(needed,),
+            )
     partial = [size for size in ramp.sizes if size % (B // K)]
     for key, needed in AUXILIARY.items():
         if partial and (value := value_of(config, key)) != needed:
@@ -178,7 +249,10 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
     if not config.enable_checkpointing:
         return
     file = epath.Path(config.checkpoint_dir).parent / "rampup.json"
-    record = {"global_batch_size_to_load": config.global_batch_size_to_load, "ramp": manager.ramp.to_rows()}
+    record = {
+        "global_batch_size_to_load": config.global_batch_size_to_load,
+        "ramp": manager.ramp.to_rows(),
+    }
     if manager.step == 0:
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +260,9 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
         return
     here = f"{config.checkpoint_dir} has checkpoints after {manager.step} steps"
     if not file.exists():
-        raise ResumeMismatchError(f"{here}, but no ramp of rampup beside them; start the ramp with another run_name")
+        raise ResumeMismatchError(
+            f"{here}, but no ramp of rampup beside them; start the ramp with another run_name"
+        )
     before = json.loads(file.read_text())
     if before != record:
         raise ResumeMismatchError(
@@ -197,16 +273,30 @@ def check_record(config: Any, manager: RampupBatchManager) -> None:
 
 def choose_design(config: Any, mesh: Any) -> tuple[str, str]:
     """Return the design of the gradients, `loop` or `accumulate`, and why."""
-    others = [name for name, size in mesh.shape.items() if size > 1 and name not in ("data", "fsdp")]
+    others = [
+        name
+        for name, size in mesh.shape.items()
+        if size > 1 and name not in ("data", "fsdp")
+    ]
     values = {key: value_of(config, key) for key in ACCUMULATED}
-    keys = [f"{key}={value}" for key, value in values.items() if (value or ACCUMULATED[key]) != ACCUMULATED[key]]
+    keys = [
+        f"{key}={value}"
+        for key, value in values.items()
+        if (value or ACCUMULATED[key]) != ACCUMULATED[key]
+    ]
     if mesh.shape.get("data", 1) == 1:
         return "loop", "the data axis has one device, so there is no reduction to save"
     if config.global_batch_size_to_load != config.global_batch_size_to_train_on:
         keys.append(f"per_device_batch_size={config.per_device_batch_size}")
     if others or keys:
-        return "loop", f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs MaxText's own accumulation"
-    return "accumulate", "it reduces the gradients over the data axis once per step, not once per microbatch"
+        return (
+            "loop",
+            f"{(keys + [f'the mesh axis {name}' for name in others])[0]} needs MaxText's own accumulation",
+        )
+    return (
+        "accumulate",
+        "it reduces the gradients over the data axis once per step, not once per microbatch",
+    )
 
 
 def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
@@ -214,22 +304,42 @@ def print_plan(config: Any, mesh: Any, ramp: BatchRamp) -> None:
     console = Console()
     micro = ramp.sizes[-1] // config.gradient_accumulation_steps
     phases = [phase for phase in ramp.phases if phase.start_step < config.steps]
-    shown = phases if len(phases) <= MAX_PHASES else [*phases[: MAX_PHASES - 1], phases[-1]]
+    shown = (
+        phases if len(phases) <= MAX_PHASES else [*phases[: MAX_PHASES - 1], phases[-1]]
+    )
     titles = ("from step", "from sample", "global batch", f"microbatches of {micro}")
-    sizes = ((phase.start_step, phase.start_sample, phase.global_batch_size) for phase in shown)
-    rows = [[f"{n:,}" for n in (step, sample, size, -(-size // micro))] for step, sample, size in sizes]
+    sizes = (
+        (phase.start_step, phase.start_sample, phase.global_batch_size)
+        for phase in shown
+    )
+    rows = [
+        [f"{n:,}" for n in (step, sample, size, -(-size // micro))]
+        for step, sample, size in sizes
+    ]
     design, why = choose_design(config, mesh)
     console.print(make_table(console, titles, rows))
     if hidden := len(phases) - len(shown):
         console.print(f"{hidden} phases before the last are left out")
-    console.print(f"rampup: one executable for all batches; design {design}: {why}", highlight=False, soft_wrap=True)
+    console.print(
+        f"rampup: one executable for all batches; design {design}: {why}",
+        highlight=False,
+        soft_wrap=True,
+    )
     local = config.enable_emergency_checkpoint or config.enable_multi_tier_checkpointing
-    if config.enable_checkpointing and config.dataset_type != "synthetic" and (local or config.dataset_type != "grain"):
+    if (
+        config.enable_checkpointing
+        and config.dataset_type != "synthetic"
+        and (local or config.dataset_type != "grain")
+    ):
         kind = "these checkpoints" if local else f"dataset_type={config.dataset_type}"
-        console.print(f"rampup: MaxText saves no position in the data with {kind}: a resume begins with the first rows again")
+        console.print(
+            f"rampup: MaxText saves no position in the data with {kind}: a resume begins with the first rows again"
+        )
 
 
-def loop_gradients(maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *args: Any) -> tuple[Any, Any, Any]:
+def loop_gradients(
+    maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *args: Any
+) -> tuple[Any, Any, Any]:
     """Return loss, aux and gradients by MaxText's own function, whose scan ends after the last microbatch with a target."""
     number = jnp.int32(0)
 
@@ -239,43 +349,80 @@ def loop_gradients(maxtexts: Callable[..., Any], loss_fn: Any, config: Any, *arg
         number = num_microbatches(batch_KR)
         carry, results = jax.eval_shape(lambda: body(dict(init), take(batch_KR, 0)))
         # The Python numbers among the sums take the types that they have after the first microbatch.
-        sums = jax.tree.map(lambda x, s: x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype), dict(init), dict(carry))
+        sums = jax.tree.map(
+            lambda x, s: x if isinstance(x, jax.Array) else jnp.asarray(x, s.dtype),
+            dict(init),
+            dict(carry),
+        )
         zeros = jax.tree.map(lambda s: jnp.zeros((length, *s.shape), s.dtype), results)
 
         def run(i: jax.Array, state: Any) -> Any:
             sums, found = state
             sums, new = body(dict(sums), take(batch_KR, i))
-            return sums, jax.tree.map(lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, i, 0), found, new)
+            return sums, jax.tree.map(
+                lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, i, 0),
+                found,
+                new,
+            )
 
         return jax.lax.fori_loop(0, number, run, (sums, zeros))  # type: ignore[no-any-return]
 
     # MaxText's own code, in which `jax.lax.scan` is the function above. Its module stays as it is.
     own = _With(jax, lax=_With(jax.lax, scan=scan))
-    loss, aux, grads = types.FunctionType(maxtexts.__code__, {**maxtexts.__globals__, "jax": own})(loss_fn, config, *args)
+    loss, aux, grads = types.FunctionType(
+        maxtexts.__code__, {**maxtexts.__globals__, "jax": own}
+    )(loss_fn, config, *args)
     ratio = config.gradient_accumulation_steps / jnp.maximum(number, 1)
     loss += (ratio - 1) * sum(aux[name] for name in LOSSES)
-    return loss, {name: value * ratio if name in MEANS else value for name, value in aux.items()}, grads
+    return (
+        loss,
+        {
+            name: value * ratio if name in MEANS else value
+            for name, value in aux.items()
+        },
+        grads,
+    )
 
 
 def accumulated_gradients(
-    loss_fn: Any, config: Any, model: Any, params: Any, params_shardings: Any, data: Any, dropout_rng: Any
+    loss_fn: Any,
+    config: Any,
+    model: Any,
+    params: Any,
+    params_shardings: Any,
+    data: Any,
+    dropout_rng: Any,
 ) -> tuple[Any, Any, Any]:
     """Return loss, aux and gradients by `rampup.accumulate`: summed in float32, and reduced over the data axis once."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     K = config.gradient_accumulation_steps
     # As MaxText does: row i of microbatch j is row i * K + j of the batch.
-    batch_KR = jax.tree.map(lambda x: x.reshape(-1, K, *x.shape[1:]).swapaxes(0, 1), data)
+    batch_KR = jax.tree.map(
+        lambda x: x.reshape(-1, K, *x.shape[1:]).swapaxes(0, 1), data
+    )
 
     def sums(params: Any, batch_R: Any, keys_R: Any, rest: Any) -> tuple[Any, ...]:
         local = nnx.merge(graphdef, params, rest, copy=True)
         loss, aux = loss_fn(local, config, dict(batch_R), None, None, is_train=True)
         _, _, rest = nnx.split(local, nnx.Param, ...)
         # What the model has sown is of a microbatch; nothing that this design allows reads it.
-        aux = {**aux, "intermediate_outputs": {}, "has_moe_overflow": jnp.int32(aux["has_moe_overflow"])}
+        aux = {
+            **aux,
+            "intermediate_outputs": {},
+            "has_moe_overflow": jnp.int32(aux["has_moe_overflow"]),
+        }
         return loss, aux["total_weights"], aux, rest
 
     number, mesh = num_microbatches(batch_KR), model.mesh
-    found = accumulate(sums, params, batch_KR, number, mesh=mesh, param_shardings=params_shardings, mutable=rest)
+    found = accumulate(
+        sums,
+        params,
+        batch_KR,
+        number,
+        mesh=mesh,
+        param_shardings=params_shardings,
+        mutable=rest,
+    )
     nnx.update(model, found.mutable)
     aux = {**found.aux, "has_moe_overflow": found.aux["has_moe_overflow"] > 0}
     return aux["xent_sum"] / jnp.maximum(found.weight, 1), aux, found.mean_grads(params)
@@ -284,7 +431,9 @@ def accumulated_gradients(
 def num_microbatches(batch_KR: Any) -> jax.Array:
     """Return the number of microbatches up to the last one with a target."""
     has_target = jnp.any(batch_KR["targets_segmentation"] != 0, axis=(1, 2))
-    return jnp.max(jnp.where(has_target, jnp.arange(1, has_target.size + 1, dtype=jnp.int32), 0))
+    return jnp.max(
+        jnp.where(has_target, jnp.arange(1, has_target.size + 1, dtype=jnp.int32), 0)
+    )
 
 
 class RampLoader:
@@ -307,7 +456,9 @@ class RampLoader:
         source = getattr(iterator, "local_iterator", None)
         self.state_now: Callable[[], Any] | None = getattr(source, "get_state", None)
         if self.state_now is not None:
-            source.get_state = lambda: self.state_now() if self.held is None else self.before
+            source.get_state = lambda: (
+                self.state_now() if self.held is None else self.before
+            )
         self.fill = jax.jit(self._fill, out_shardings=own.input_data_shardings)
 
     def load_next_batch(self, rampup_manager: Any = None) -> Any:  # noqa: ARG002 - MaxText gives its manager
@@ -340,13 +491,22 @@ class RampLoader:
 
     def _fill(self, first: Any, second: Any, index: jax.Array) -> Any:
         # With explicit axes, a gather has to say where its result is.
-        where = {"out_sharding": self.input_data_shardings} if value_of(self.config, "shard_mode") == "explicit" else {}
+        where = (
+            {"out_sharding": self.input_data_shardings}
+            if value_of(self.config, "shard_mode") == "explicit"
+            else {}
+        )
 
         def take(a: jax.Array, b: jax.Array) -> jax.Array:
             return jnp.concatenate([a, b]).at[jnp.maximum(index, 0)].get(**where)  # type: ignore[no-any-return]
 
         batch = jax.tree.map(take, first, second)
-        return {**batch, "targets_segmentation": jnp.where((index >= 0)[:, None], batch["targets_segmentation"], 0)}
+        return {
+            **batch,
+            "targets_segmentation": jnp.where(
+                (index >= 0)[:, None], batch["targets_segmentation"], 0
+            ),
+        }
 
 
 class _With:

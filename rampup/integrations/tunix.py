@@ -27,7 +27,9 @@ from rampup.plan.plan import RampPlan
 try:
     from tunix.sft import hooks
 except ImportError as error:
-    raise MissingDependencyError(f"rampup.integrations.tunix needs Tunix: pip install google-tunix ({error})") from None
+    raise MissingDependencyError(
+        f"rampup.integrations.tunix needs Tunix: pip install google-tunix ({error})"
+    ) from None
 
 
 def num_microbatches(plan: RampPlan, steps: int | None = None) -> int:
@@ -36,13 +38,17 @@ def num_microbatches(plan: RampPlan, steps: int | None = None) -> int:
     number = 0
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         within = max(steps - phase.start_step, 0)
-        number += split.num_microbatches * (within if phase.num_steps is None else min(within, phase.num_steps))
+        number += split.num_microbatches * (
+            within if phase.num_steps is None else min(within, phase.num_steps)
+        )
     return number
 
 
 def locate(plan: RampPlan, microbatch: int) -> tuple[int, int]:
     """Return the optimizer step that a microbatch belongs to, and its number within the step; both count from 0."""
-    for phase, split in zip(reversed(plan.ramp.phases), reversed(plan.splits), strict=True):
+    for phase, split in zip(
+        reversed(plan.ramp.phases), reversed(plan.splits), strict=True
+    ):
         before = num_microbatches(plan, phase.start_step)
         if microbatch >= before:
             steps, within = divmod(microbatch - before, split.num_microbatches)
@@ -71,7 +77,9 @@ class DataHooks(hooks.DataHooks):
         self.order = {"seed": seed, "num_epochs": num_epochs}
         self.eval_batches = eval_batches
         self._train: Iterator[Any] = iter(())
-        self._next: int | None = None  # the microbatch that `_train` yields next; None before the first
+        self._next: int | None = (
+            None  # the microbatch that `_train` yields next; None before the first
+        )
         self._eval: Iterator[Any] | None = None
 
     def load_next_train_batch(self, train_ctx: Any) -> Any:
@@ -81,7 +89,9 @@ class DataHooks(hooks.DataHooks):
             step, within = locate(self.plan, train_ctx.iter_steps)
             self._train = iter(())
             if step < self.plan.total_steps:
-                batches = microbatches(self.rows, self.plan, self.mesh, start=step, **self.order)
+                batches = microbatches(
+                    self.rows, self.plan, self.mesh, start=step, **self.order
+                )
                 self._train = itertools.islice(batches, within, None)
         self._next += 1
         return next(self._train, None)
@@ -95,7 +105,9 @@ class DataHooks(hooks.DataHooks):
         return batch
 
 
-def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> DataHooks:
+def prepare(
+    trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any
+) -> DataHooks:
     """Give a `PeftTrainer` the rows of a plan in hooks, which are returned, and replicate its arrays on the mesh.
 
     Call it after the trainer is made, which restores a checkpoint if there is one, and before `trainer.train(())`, which must
@@ -107,17 +119,32 @@ def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any)
     tx = trainer.optimizer.tx
     if config.gradient_accumulation_steps is not None:
         text = f"gradient_accumulation_steps={config.gradient_accumulation_steps} would accumulate twice; leave it None"
-        raise ConfigError(f"{text}: rampup.multi_steps accumulates", key="gradient_accumulation_steps")
+        raise ConfigError(
+            f"{text}: rampup.multi_steps accumulates", key="gradient_accumulation_steps"
+        )
     if config.max_steps not in (None, total):
         text = f"max_steps={config.max_steps} must count microbatches: {total} for the {plan.total_steps} steps of the plan"
-        raise ConfigError(f"{text}, num_microbatches(plan)", key="max_steps", nearest=(total,))
+        raise ConfigError(
+            f"{text}, num_microbatches(plan)", key="max_steps", nearest=(total,)
+        )
     every = getattr(tx, "_every_k_schedule", None)
     # The first step of every phase, and the one before it.
-    around = [step for phase in plan.ramp.phases for step in (phase.start_step - 1, phase.start_step) if step >= 0]
+    around = [
+        step
+        for phase in plan.ramp.phases
+        for step in (phase.start_step - 1, phase.start_step)
+        if step >= 0
+    ]
     wanted = [plan.position(step).split.num_microbatches for step in around]
-    if not isinstance(tx, optax.MultiSteps) or [int(every(jnp.int32(step))) for step in around] != wanted:
+    if (
+        not isinstance(tx, optax.MultiSteps)
+        or [int(every(jnp.int32(step))) for step in around] != wanted
+    ):
         rule = "the trainer's optimizer must be rampup.multi_steps(tx, plan) of the same plan"
-        raise ConfigError(f"{rule}, which ends a step when the global batch is complete", key="optimizer")
+        raise ConfigError(
+            f"{rule}, which ends a step when the global batch is complete",
+            key="optimizer",
+        )
     if trainer.iter_steps:
         state = trainer.optimizer.opt_state
         found = (int(state.gradient_step[...]), int(state.mini_step[...]))
@@ -130,7 +157,11 @@ def prepare(trainer: Any, rows: Any, plan: RampPlan, mesh: Mesh, **options: Any)
     devices, whole = set(mesh.devices.flat), replicated(mesh)
 
     def place(x: Any) -> Any:
-        return jax.device_put(x, whole) if isinstance(x, jax.Array) and x.sharding.device_set != devices else x
+        return (
+            jax.device_put(x, whole)
+            if isinstance(x, jax.Array) and x.sharding.device_set != devices
+            else x
+        )
 
     for part in (trainer.model, trainer.optimizer):
         nnx.update(part, jax.tree.map(place, nnx.state(part)))

@@ -46,7 +46,15 @@ from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, unconstrained
+from rampup.lm.train import (
+    RAMP_RECORD,
+    TrainSetup,
+    learning_rate,
+    optimizer,
+    ramp_before,
+    sample_order,
+    unconstrained,
+)
 from rampup.loop.checkpoint import (
     CHECKSUMS_FILE,
     CheckpointOptions,
@@ -77,7 +85,9 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.refusal import batch_error
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-SAVES_PER_BRANCH = 4  # checkpoints of a branch that is not interrupted, each with a line of progress
+SAVES_PER_BRANCH = (
+    4  # checkpoints of a branch that is not interrupted, each with a line of progress
+)
 DISAGREEMENT = 2.0  # the noise scale and the critical batch disagree if one is more than this many times the other
 
 
@@ -123,7 +133,13 @@ class CriticalBatch:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as `rampup critical --json` prints it."""
-        names = ("global_batch_size", "loss", "standard_error", "stopped", "token_overhead")
+        names = (
+            "global_batch_size",
+            "loss",
+            "standard_error",
+            "stopped",
+            "token_overhead",
+        )
         branches = [
             {
                 "multiple": plain_number(branch.multiple),
@@ -132,21 +148,37 @@ class CriticalBatch:
             }
             for branch, rate in zip(self.branches, self.learning_rates, strict=True)
         ]
-        names = ("decisive", "critical_batch_size", "bound", "batch_size_schedule", "tolerance", "gain")
+        names = (
+            "decisive",
+            "critical_batch_size",
+            "bound",
+            "batch_size_schedule",
+            "tolerance",
+            "gain",
+        )
         names += ("tokens", "deciding_tokens", "half_window_size")
-        return {"step": self.step, "branches": branches} | {name: getattr(self, name) for name in names}
+        return {"step": self.step, "branches": branches} | {
+            name: getattr(self, name) for name in names
+        }
 
     @property
     def disagreement(self) -> str | None:
         """How the measured noise scale differs by more than a factor of 2 from that which follows from the critical batch."""
         noise = self.noise_scale_samples
         size = self.critical_batch_size
-        if noise is None or size is None or not self.gain or not (value := noise.low if noise.value is None else noise.value):
+        if (
+            noise is None
+            or size is None
+            or not self.gain
+            or not (value := noise.low if noise.value is None else noise.value)
+        ):
             return None
         implied = implied_noise_scale(size, tolerance=self.tolerance, gain=self.gain)
         ratio = value / implied
         # A lower bound does not contradict a larger number, nor an upper one a smaller number.
-        not_below = ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
+        not_below = (
+            ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
+        )
         if not_below and (ratio <= DISAGREEMENT or self.bound == "at_least"):
             return None
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
@@ -188,21 +220,42 @@ def find_critical_batch_size(
         KeyboardInterrupt: it was interrupted; the same call resumes.
     """
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
-        raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(0.01,))
+        raise ConfigError(
+            f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(0.01,)
+        )
     folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
     lines = [line for line in read_lines(folder / METRICS_FILE) if line["step"] < step]
-    curve = [(line["consumed_samples"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
+    curve = [
+        (line["consumed_samples"], line["loss"])
+        for line in lines
+        if isinstance(line.get("loss"), float)
+    ]
     branches = _Branches(config, record, multiples, tokens, curve)
     enable_compilation_cache(config.jax_cache_dir)
     # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
-    file = folder / CHECKPOINT_FOLDER / str(step) / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
-    identity = branches.identity | {"checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(), "tolerance": tolerance}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    parent = absolute_path(work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False)
+    file = (
+        folder
+        / CHECKPOINT_FOLDER
+        / str(step)
+        / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
+    )
+    identity = branches.identity | {
+        "checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "tolerance": tolerance,
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[
+        :8
+    ]
+    parent = absolute_path(
+        work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False
+    )
     if parent == folder or folder in parent.parents:
-        raise ConfigError(f"{parent} is inside the run's folder, which stays as it is; name another one", key="work")
+        raise ConfigError(
+            f"{parent} is inside the run's folder, which stays as it is; name another one",
+            key="work",
+        )
     work = parent / f"step-{step}-{digest}"
     window = branches.window
     report(
@@ -214,13 +267,26 @@ def find_critical_batch_size(
     position = branches.run_plan.position(step)
     verdict = judge(window, curves, checkpoint, tolerance, position.consumed_samples)
     size = window.sizes[verdict.critical]
-    answer: dict[str, Any] = dict.fromkeys(("critical_batch_size", "bound", "batch_size_schedule"))
+    answer: dict[str, Any] = dict.fromkeys(
+        ("critical_batch_size", "bound", "batch_size_schedule")
+    )
     if verdict.decisive:
         ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
-        phases = [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases]
-        unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
-        answer = {"critical_batch_size": size, "bound": critical_bound(window.sizes, size)}
-        answer |= {"batch_size_schedule": format_schedule(phases, tokens_per_sample=unit)}
+        phases = [
+            (phase.start_sample, phase.global_batch_size) for phase in ramp.phases
+        ]
+        unit = (
+            config.max_target_length
+            if config.batch_size_schedule_unit == "tokens"
+            else 1
+        )
+        answer = {
+            "critical_batch_size": size,
+            "bound": critical_bound(window.sizes, size),
+        }
+        answer |= {
+            "batch_size_schedule": format_schedule(phases, tokens_per_sample=unit)
+        }
     deciding, earlier = verdict.deciding_samples, verdict.earlier
     found = CriticalBatch(
         step=step,
@@ -228,18 +294,27 @@ def find_critical_batch_size(
         decisive=verdict.decisive,
         **answer,
         gain=verdict.gain,
-        deciding_tokens=None if deciding is None else deciding * config.max_target_length,
+        deciding_tokens=None
+        if deciding is None
+        else deciding * config.max_target_length,
         half_window_size=None if earlier is None else window.sizes[earlier],
         learning_rates=branches.learning_rates,
         tolerance=verdict.tolerance,
         tokens=window.samples * config.max_target_length,
-        noise_scale_samples=next((noise for _, noise in measured_noise(reversed(lines))), None),
+        noise_scale_samples=next(
+            (noise for _, noise in measured_noise(reversed(lines))), None
+        ),
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
-        smaller=_legal_multiples(branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)),
+        smaller=_legal_multiples(
+            branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)
+        ),
     )
     # For `rampup design`, which reads the results of all checkpoints of a run.
-    place = {"consumed_samples": position.consumed_samples, "global_batch_size": position.split.global_batch_size}
+    place = {
+        "consumed_samples": position.consumed_samples,
+        "global_batch_size": position.split.global_batch_size,
+    }
     (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
     return found
 
@@ -252,7 +327,10 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         fix = "name the folder of a run of `rampup train` with enable_checkpointing=true that has done checkpoint_period steps"
         raise ConfigError(f"{problem}; {fix}", key="run")
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be branched", key="run")
+        raise ConfigError(
+            f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be branched",
+            key="run",
+        )
     if step is None:
         saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
         assert saved is not None
@@ -260,14 +338,21 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
     elif step not in steps:
         problem = f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"
         fix = "max_num_checkpoints_to_keep says how many a run keeps"
-        raise ConfigError(f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps))
+        raise ConfigError(
+            f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps)
+        )
     else:
         checkpoint = folder / CHECKPOINT_FOLDER / str(step)
         if problem := damage(checkpoint):
-            raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
+            raise ResumeMismatchError(
+                f"the checkpoint {checkpoint} is damaged: {problem}", key="step"
+            )
         record = read_record(checkpoint)
     if RAMP_RECORD not in record:
-        raise ConfigError(f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched", key="run")
+        raise ConfigError(
+            f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched",
+            key="run",
+        )
     return load_config(folder / CONFIG_FILE), record
 
 
@@ -289,27 +374,44 @@ class _Branches:
         batch = position.split.global_batch_size
         samples = None if tokens is None else -(-tokens // config.max_target_length)
         if tokens is not None and tokens < 1:
-            raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
+            raise ConfigError(
+                f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,)
+            )
         if multiples is None:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
         promising = samples_for_gain(curve, position.consumed_samples)
-        self.window = window = BranchWindow.of(batch, multiples, samples, promising=promising)
+        self.window = window = BranchWindow.of(
+            batch, multiples, samples, promising=promising
+        )
         splitter = unconstrained(run_plan.splitter)
         for multiple, size in zip(window.multiples, window.sizes, strict=True):
             if not splitter.allows(size):
-                raise batch_error(splitter, size, f"multiple {multiple} of the run's batch", key="multiples")
+                raise batch_error(
+                    splitter,
+                    size,
+                    f"multiple {multiple} of the run's batch",
+                    key="multiples",
+                )
         # Microbatches are as large as those of the run if they divide all batches.
         legal = splitter.legal_microbatches(window.sizes)
-        fitting = max((size for size in legal if size <= position.split.microbatch_size), default=legal[0])
+        fitting = max(
+            (size for size in legal if size <= position.split.microbatch_size),
+            default=legal[0],
+        )
         plan = RampPlan(
             # One branch after the other, as the phases of a ramp: one executable serves them all, like those of any ramp.
-            ramp=BatchRamp.piecewise((number * window.samples, size) for number, size in enumerate(window.sizes)),
+            ramp=BatchRamp.piecewise(
+                (number * window.samples, size)
+                for number, size in enumerate(window.sizes)
+            ),
             splitter=replace(splitter, microbatch_size=fitting),
             num_devices=run_plan.num_devices,
             axes=run_plan.axes,
             total_steps=sum(window.samples // size for size in window.sizes),
             # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
-            learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+            learning_rate_batch_scaling="linear"
+            if config.opt_type == "sgd"
+            else "sqrt",
             reference_batch_size=run_plan.reference_size,
         )
         # The run's next learning rate, or its last if its schedule has ended; `plan` scales it.
@@ -317,15 +419,30 @@ class _Branches:
         if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
             problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
             raise ConfigError(f"{problem}; choose another --step", key="step")
-        scale = learning_rate_scale(batch, plan.reference_size, plan.learning_rate_batch_scaling)
+        scale = learning_rate_scale(
+            batch, plan.reference_size, plan.learning_rate_batch_scaling
+        )
         rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
-        self.learning_rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
+        self.learning_rates = tuple(
+            rate.at(phase.start_step) for phase in plan.ramp.phases
+        )
 
         mesh = make_mesh(plan.axes)
         # The branches have a plan of their own, and measure nothing else.
-        own_keys = {"batch_size_schedule": f"0:{window.sizes[0]}", "enable_rampup_batch_size": False}
-        fused = replace(config, gradient_accumulation="fused", measure_gradient_noise=False, **own_keys)
-        self.setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=optimizer(fused, rate, run_plan))
+        own_keys = {
+            "batch_size_schedule": f"0:{window.sizes[0]}",
+            "enable_rampup_batch_size": False,
+        }
+        fused = replace(
+            config,
+            gradient_accumulation="fused",
+            measure_gradient_noise=False,
+            **own_keys,
+        )
+        self.setup = replace(
+            TrainSetup.from_config(fused, plan, mesh),
+            tx=optimizer(fused, rate, run_plan),
+        )
         self.run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
         rows, _ = open_sources(config)
@@ -346,9 +463,18 @@ class _Branches:
                 key="tokens",
             ) from None
         group = window.sizes[0]
-        self.eval_step, eval_plan = self.setup.evaluation(group, (window.samples + window.interval) // group)
-        self.loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
-        self.eval_loader = replace(self.loader, plan=eval_plan, order=_SampleWindow(order, first, None))
+        self.eval_step, eval_plan = self.setup.evaluation(
+            group, (window.samples + window.interval) // group
+        )
+        self.loader = BatchLoader(
+            source=rows,
+            plan=plan,
+            mesh=mesh,
+            order=_SampleWindow(order, first, window.samples),
+        )
+        self.eval_loader = replace(
+            self.loader, plan=eval_plan, order=_SampleWindow(order, first, None)
+        )
         # What a measurement must share with the one that it resumes.
         self.identity = {
             "step": step,
@@ -366,20 +492,32 @@ class _Branches:
         # The counters of schedules count the steps of all branches, so that a branch has its own learning rate. Those of the
         # optimizer, such as Adam's for its bias correction, continue.
         opt_state = jax.tree.map(
-            lambda leaf: leaf._replace(count=first) if isinstance(leaf, optax.ScaleByScheduleState) else leaf,
+            lambda leaf: (
+                leaf._replace(count=first)
+                if isinstance(leaf, optax.ScaleByScheduleState)
+                else leaf
+            ),
             state.opt_state,
             is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState),
         )
-        shardings = jax.tree.map(lambda shape: shape.sharding, self.setup.state_shapes())
+        shardings = jax.tree.map(
+            lambda shape: shape.sharding, self.setup.state_shapes()
+        )
         # A copy: steps donate their state, and the next branch starts from the same one.
-        return jax.device_put(replace(state, step=first, opt_state=opt_state), shardings, may_alias=False)
+        return jax.device_put(
+            replace(state, step=first, opt_state=opt_state), shardings, may_alias=False
+        )
 
     def evaluate(self, state: Any, evaluation: int) -> Evaluation:
         """Return the loss on the rows that all branches train on next, which no branch has seen yet."""
         per_evaluation = self.window.interval // self.window.sizes[0]
-        batches = self.eval_loader.batches(evaluation * per_evaluation, (evaluation + 1) * per_evaluation)
+        batches = self.eval_loader.batches(
+            evaluation * per_evaluation, (evaluation + 1) * per_evaluation
+        )
         sums = jax.device_get([self.eval_step(state, batch) for batch in batches])
-        losses = tuple(float(loss) / float(weight) if weight else 0.0 for loss, weight in sums)
+        losses = tuple(
+            float(loss) / float(weight) if weight else 0.0 for loss, weight in sums
+        )
         return Evaluation(losses, tuple(float(weight) for _, weight in sums))
 
 
@@ -390,22 +528,37 @@ class _SampleWindow(SampleOrder):
         self._order, self._first, self._window = order, first, length
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
-        return self._order.rows([self._first + (s if self._window is None else s % self._window) for s in samples])
+        return self._order.rows(
+            [
+                self._first + (s if self._window is None else s % self._window)
+                for s in samples
+            ]
+        )
 
     def check(self, num_samples: int) -> None:
         """Do nothing: the window was checked."""
 
 
-def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
+def _legal_multiples(
+    run_plan: RampPlan, step: int, multiples: Iterable[Fraction]
+) -> tuple[Fraction, ...]:
     """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
     batch = run_plan.position(step).split.global_batch_size
     splitter = unconstrained(run_plan.splitter)
     sizes = {multiple: multiple * batch for multiple in multiples}
-    return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
+    return tuple(
+        each
+        for each, size in sizes.items()
+        if size.denominator == 1 and splitter.allows(int(size))
+    )
 
 
 def _train_branches(
-    branches: _Branches, folder: Path, work: Path, tolerance: float | None, report: Callable[[str], None]
+    branches: _Branches,
+    folder: Path,
+    work: Path,
+    tolerance: float | None,
+    report: Callable[[str], None],
 ) -> tuple[list[list[Evaluation]], Evaluation]:
     """Train the missing parts of the branches, smallest batch first; return all evaluations, and that of the checkpoint."""
     window, setup = branches.window, branches.setup
@@ -421,29 +574,52 @@ def _train_branches(
             curves[line["branch"]].append(found)
 
     def is_done(number: int) -> bool:
-        whole = [curve for curve in curves[:number] if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)]
+        whole = [
+            curve
+            for curve in curves[:number]
+            if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)
+        ]
         complete = len(curves[number]) == window.num_evaluations
-        allowed = tolerance_of(curves, checkpoint, window.num_evaluations) if tolerance is None else tolerance
-        return complete or is_losing(curves[number], whole, window.num_evaluations, allowed)
+        allowed = (
+            tolerance_of(curves, checkpoint, window.num_evaluations)
+            if tolerance is None
+            else tolerance
+        )
+        return complete or is_losing(
+            curves[number], whole, window.num_evaluations, allowed
+        )
 
     missing = [number for number in range(len(window.sizes)) if not is_done(number)]
     if not missing:
         assert checkpoint is not None  # evaluated before the first branch
         return curves, checkpoint
     # The state of the run's checkpoint in host memory, as the optimizer of the branches has it.
-    start = read_state(folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes)
+    start = read_state(
+        folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes
+    )
     start = jax.device_get(setup.reorder_layers(start)[1](start))
     if isinstance(start.opt_state, optax.MultiStepsState):
         start = replace(start, opt_state=start.opt_state.inner_opt_state)
     with (
-        Checkpoints(work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)) as checkpoints,
-        stop_requests(lambda: report("stopping after this step; the same command resumes")) as stop_requested,
+        Checkpoints(
+            work / CHECKPOINT_FOLDER, CheckpointOptions(max_to_keep=1)
+        ) as checkpoints,
+        stop_requests(
+            lambda: report("stopping after this step; the same command resumes")
+        ) as stop_requested,
     ):
         if checkpoint is None:
             state = branches.start(start, setup.plan.ramp.phases[0].start_step)
             checkpoint = branches.evaluate(state, window.num_evaluations)
             log = StepLog(work / EVALUATIONS_FILE, keep_below=0)
-            log.write({"step": 0, "branch": None, "losses": checkpoint.losses, "weights": checkpoint.weights})
+            log.write(
+                {
+                    "step": 0,
+                    "branch": None,
+                    "losses": checkpoint.losses,
+                    "weights": checkpoint.weights,
+                }
+            )
             log.close()
         for number in missing:
             size, curve = window.sizes[number], curves[number]
@@ -452,7 +628,11 @@ def _train_branches(
             last = first + per_evaluation * window.num_evaluations
             state, done = branches.start(start, first), first
             saved = find_checkpoint(work / CHECKPOINT_FOLDER)
-            if saved is not None and first < saved.step < last and len(curve) >= (saved.step - first) // per_evaluation:
+            if (
+                saved is not None
+                and first < saved.step < last
+                and len(curve) >= (saved.step - first) // per_evaluation
+            ):
                 state, done = checkpoints.restore(saved, state), saved.step
             # Evaluations after the checkpoint are repeated, with the same result.
             del curve[(done - first) // per_evaluation :]
@@ -462,15 +642,30 @@ def _train_branches(
                     state, _ = setup.step(state, batch)
                     done = batch.position.step + 1
                     evaluations, rest = divmod(done - first, per_evaluation)
-                    saves = rest == 0 and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH) == 0
+                    saves = (
+                        rest == 0
+                        and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH)
+                        == 0
+                    )
                     if rest == 0:
                         curve.append(found := branches.evaluate(state, evaluations))
                         losses = [finite_or_none(loss) for loss in found.losses]
-                        log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
+                        log.write(
+                            {
+                                "step": done,
+                                "branch": number,
+                                "losses": losses,
+                                "weights": found.weights,
+                            }
+                        )
                         has_ended = is_done(number)
                         if saves or has_ended:
-                            progress = f"{len(curve)}/{window.num_evaluations} of the window"
-                            report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")
+                            progress = (
+                                f"{len(curve)}/{window.num_evaluations} of the window"
+                            )
+                            report(
+                                f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}"
+                            )
                         if has_ended:
                             break
                     if stop_requested() or saves:

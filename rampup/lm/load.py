@@ -20,7 +20,14 @@ from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.train import learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel, decode, prefill
-from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, on_first_device, read_record, restore_tree
+from rampup.loop.checkpoint import (
+    checkpoint_steps,
+    damage,
+    find_checkpoint,
+    on_first_device,
+    read_record,
+    restore_tree,
+)
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
 MAX_TOKENS = 1_000_000
@@ -49,12 +56,21 @@ class LoadedRun:
     end_token: int | None = None
 
     def __repr__(self) -> str:
-        kinds = {name: type(getattr(self, name)).__name__ for name in ("state", "config", "model")}
+        kinds = {
+            name: type(getattr(self, name)).__name__
+            for name in ("state", "config", "model")
+        }
         parts = f"folder={str(self.folder)!r}, step={self.step}, params={describe_tree(self.params)}"
         return f"LoadedRun({parts}, {', '.join(f'{name}={kind}' for name, kind in kinds.items())})"
 
     def generate(
-        self, prompt: str, num_tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+        self,
+        prompt: str,
+        num_tokens: int = 200,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        seed: int = 0,
     ) -> str:
         """Return text that continues a prompt, or the response of a policy to it. The model's tokens must be bytes.
 
@@ -69,19 +85,36 @@ class LoadedRun:
         """
         if self.model is None or self.context is None:
             problem = f"{self.folder} is of a training loop of your own, so that rampup does not know its model"
-            raise ConfigError(f"{problem} and cannot sample from it; call your model with `params`", key="run_name")
+            raise ConfigError(
+                f"{problem} and cannot sample from it; call your model with `params`",
+                key="run_name",
+            )
         kind = getattr(self.config, "dataset_type", None)
         if kind in ("tokens", "arrayrecord"):
             problem = f"the run has dataset_type={kind}: a tokenizer that rampup does not know made its tokens"
             fix = "turn text into tokens yourself and call `model` of rampup.load, or train with dataset_type=text"
-            raise ConfigError(f"{problem}, so it cannot read or write text; {fix}", key="dataset_type", nearest=("text",))
+            raise ConfigError(
+                f"{problem}, so it cannot read or write text; {fix}",
+                key="dataset_type",
+                nearest=("text",),
+            )
         if self.model.vocab_size < 256:
             rule = f"the run has vocab_size={self.model.vocab_size}, but text has 256 different bytes, each of which is a token"
             raise ConfigError(rule, key="vocab_size", nearest=(256,))
         limits = (
-            (1 <= num_tokens <= MAX_TOKENS, "tokens", num_tokens, f"from 1 to {MAX_TOKENS:,}"),
+            (
+                1 <= num_tokens <= MAX_TOKENS,
+                "tokens",
+                num_tokens,
+                f"from 1 to {MAX_TOKENS:,}",
+            ),
             (0 <= temperature < float("inf"), "temperature", temperature, "at least 0"),
-            (top_k is None or 1 <= top_k <= self.model.vocab_size, "top-k", top_k, f"from 1 to {self.model.vocab_size}"),
+            (
+                top_k is None or 1 <= top_k <= self.model.vocab_size,
+                "top-k",
+                top_k,
+                f"from 1 to {self.model.vocab_size}",
+            ),
             (0 <= seed < 2**31, "seed", seed, "from 0 to 2**31 - 1"),
         )
         for holds, name, value, legal in limits:
@@ -91,20 +124,41 @@ class LoadedRun:
         start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
         tokens = np.zeros(len(start) + num_tokens, np.int32)
         tokens[: len(start)] = start
-        context, top_k, key = min(self.context, len(tokens)), top_k or self.model.vocab_size, jax.random.key(seed)
-        found = _sample(self.model, context, top_k, self.params, tokens, len(start), temperature, key)
+        context, top_k, key = (
+            min(self.context, len(tokens)),
+            top_k or self.model.vocab_size,
+            jax.random.key(seed),
+        )
+        found = _sample(
+            self.model,
+            context,
+            top_k,
+            self.params,
+            tokens,
+            len(start),
+            temperature,
+            key,
+        )
         continued = np.asarray(found)[len(start) :].tolist()
         if self.end_token in continued:
             continued = continued[: continued.index(self.end_token)]
         # A model with more than 256 tokens never saw the others; they have no byte.
-        return bytes(token for token in continued if token < 256).decode(errors="replace")
+        return bytes(token for token in continued if token < 256).decode(
+            errors="replace"
+        )
 
 
 def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
     """Return the folders of the run and of the checkpoint that a path names; see `rampup.load`."""
     path = absolute_path(path, follow=False)
     is_checkpoint = path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal()
-    folder = path.parent if is_checkpoint else path if path.name == CHECKPOINT_FOLDER else path / CHECKPOINT_FOLDER
+    folder = (
+        path.parent
+        if is_checkpoint
+        else path
+        if path.name == CHECKPOINT_FOLDER
+        else path / CHECKPOINT_FOLDER
+    )
     if not path.is_dir() or not checkpoint_steps(folder):
         fix = "name the folder of a run or one of its checkpoints"
         raise ConfigError(f"there is no checkpoint in {path}; {fix}", key="run_name")
@@ -123,7 +177,9 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
     ramp = ramp_before(record)
     if ramp is None or not (run / CONFIG_FILE).is_file():
         tree = restore_tree(folder)
-        return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree)
+        return LoadedRun(
+            folder=folder, step=step, params=tree.get("params"), state=tree
+        )
     config = load_config(run / CONFIG_FILE)
     check_identity(config, record, run, folder)
     model = LanguageModel.from_config(config)
@@ -132,23 +188,54 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
     if config.gradient_accumulation == "multi_steps":
         tx = multi_steps(tx, plan)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    shapes = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": params, "opt_state": jax.eval_shape(tx.init, params)}
+    shapes = {
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+        "params": params,
+        "opt_state": jax.eval_shape(tx.init, params),
+    }
     state = TrainState(**restore_tree(folder, on_first_device(shapes)))
     context = config.max_target_length
-    return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model, context=context)
+    return LoadedRun(
+        folder=folder,
+        step=step,
+        params=state.params,
+        state=state,
+        config=config,
+        model=model,
+        context=context,
+    )
 
 
-def check_identity(config: Settings, record: Mapping[str, Any], run: Path, folder: Path) -> None:
+def check_identity(
+    config: Settings, record: Mapping[str, Any], run: Path, folder: Path
+) -> None:
     """Refuse a run's configuration if it is not that of the checkpoint with this record."""
-    changed = {key: (record.get(key), value) for key, value in config.identity().items() if record.get(key) != value}
+    changed = {
+        key: (record.get(key), value)
+        for key, value in config.identity().items()
+        if record.get(key) != value
+    }
     if changed:
-        table = "; ".join(f"{key}: {old!r} in the checkpoint, {new!r} there" for key, (old, new) in changed.items())
-        raise ResumeMismatchError(f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}", key=min(changed))
+        table = "; ".join(
+            f"{key}: {old!r} in the checkpoint, {new!r} there"
+            for key, (old, new) in changed.items()
+        )
+        raise ResumeMismatchError(
+            f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}",
+            key=min(changed),
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _sample(
-    model: LanguageModel, context: int, top_k: int, params: Any, tokens_T: Any, start: Any, temperature: Any, key: jax.Array
+    model: LanguageModel,
+    context: int,
+    top_k: int,
+    params: Any,
+    tokens_T: Any,
+    start: Any,
+    temperature: Any,
+    key: jax.Array,
 ) -> jax.Array:
     """Fill `tokens_T` from `start` on, each token from the `context` ones before it: one program for the whole text."""
     tokens_T = jnp.asarray(tokens_T)
@@ -163,8 +250,12 @@ def _sample(
         tokens_T, (logits_1V, cache) = carry
         largest = jax.lax.top_k(logits_1V[0], top_k)[0][-1]
         logits_V = jnp.where(logits_1V[0] >= largest, logits_1V[0], -jnp.inf)
-        sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
-        token = jnp.where(temperature == 0, jnp.argmax(logits_V), sampled).astype(tokens_T.dtype)
+        sampled = jax.random.categorical(
+            jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6)
+        )
+        token = jnp.where(temperature == 0, jnp.argmax(logits_V), sampled).astype(
+            tokens_T.dtype
+        )
         tokens_T = tokens_T.at[index].set(token)
         # Beyond the context, the first token drops out and all positions shift. The cache is then void: read the window again.
         return tokens_T, jax.lax.cond(
@@ -173,4 +264,6 @@ def _sample(
             lambda: read_window(index + 1, tokens_T),
         )
 
-    return jax.lax.fori_loop(start, len(tokens_T), fill, (tokens_T, read_window(start, tokens_T)))[0]
+    return jax.lax.fori_loop(
+        start, len(tokens_T), fill, (tokens_T, read_window(start, tokens_T))
+    )[0]

@@ -24,7 +24,13 @@ from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
 from rampup.config.resume import plan_to_resume, ramp_record
-from rampup.config.schema import PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
+from rampup.config.schema import (
+    PER_PROCESS_KEYS,
+    Config,
+    DataKeys,
+    OptimizerKeys,
+    RunKeys,
+)
 from rampup.data.batches import BatchLoader, Loading, SampleOrder
 from rampup.data.files import beginnings, fingerprints, open_sources, shared_sources
 from rampup.data.sources import files_of
@@ -43,8 +49,22 @@ from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint
 from rampup.loop.components import AutoBatch, Component, NoiseAverages, SameRun
 from rampup.loop.distributed import check_consistent, join
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
-from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary, keep_config, run_in_folder
-from rampup.loop.metrics import TENSORBOARD_FOLDER, MetricOptions, MetricWriter, TensorBoardWriter, WandbWriter, required
+from rampup.loop.loop import (
+    RAMP_ROWS,
+    EvalOptions,
+    Loop,
+    Summary,
+    keep_config,
+    run_in_folder,
+)
+from rampup.loop.metrics import (
+    TENSORBOARD_FOLDER,
+    MetricOptions,
+    MetricWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    required,
+)
 from rampup.loop.run_folder import as_path
 from rampup.plan.numbers import AUTO
 from rampup.plan.pipeline import stage_layer_order
@@ -56,7 +76,12 @@ from rampup.plan.split import BatchSplitter
 RAMP_RECORD = "ramp_record"
 
 
-def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
+def train(
+    config: Config,
+    on_event: OnEvent = ignore_event,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Summary:
     """Train the language model as configured, in the run's folder, from its newest checkpoint if there is one.
 
     Several processes that are started alike train one model together; see `rampup.loop.distributed.join`.
@@ -70,7 +95,9 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
         RampupError: before any work, if the configuration cannot be run here.
     """
     if not isinstance(config, Config):
-        raise ConfigError(f"train takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")
+        raise ConfigError(
+            f"train takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
+        )
     join(
         coordinator_address=config.coordinator_address,
         num_processes=None if config.num_processes == -1 else config.num_processes,
@@ -84,19 +111,28 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
     def make(saved: SavedCheckpoint | None) -> Run:
         ramp = None if saved is None else ramp_before(saved.record)
         num_devices = jax.device_count()
-        plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
+        plan = (
+            build_plan(config, num_devices)
+            if ramp is None
+            else plan_to_resume(config, num_devices, ramp)
+        )
         return Run.from_config(config, plan, saved)
 
     return _run_in_folder(config, make, on_event, should_stop)
 
 
 def _run_in_folder(
-    config: Config, make: Callable[[SavedCheckpoint | None], Run], on_event: OnEvent, should_stop: Callable[[], bool]
+    config: Config,
+    make: Callable[[SavedCheckpoint | None], Run],
+    on_event: OnEvent,
+    should_stop: Callable[[], bool],
 ) -> Summary:
     return run_in_folder(
         config,
         make,
-        lambda run, folder: run.train_in(folder, on_event if is_primary() else ignore_event, should_stop),
+        lambda run, folder: run.train_in(
+            folder, on_event if is_primary() else ignore_event, should_stop
+        ),
         heartbeat_timeout=config.jax_distributed_heartbeat_timeout_seconds,
     )
 
@@ -106,7 +142,11 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if RAMP_RECORD not in record:
         return None
     found: dict[str, Any] = record[RAMP_RECORD]
-    return {**found, "ramp": record.get(RAMP_ROWS, found["ramp"]), "step": record["step"]}
+    return {
+        **found,
+        "ramp": record.get(RAMP_ROWS, found["ramp"]),
+        "step": record["step"],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +177,13 @@ class TrainSetup:
             mesh=mesh,
             model=model,
             param_shardings=model.shardings(mesh),
-            layer_order=np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats)),
+            layer_order=np.array(
+                stage_layer_order(
+                    config.base_num_decoder_layers,
+                    splitter.num_stages,
+                    splitter.num_repeats,
+                )
+            ),
             tx=optimizer(config, learning_rate(config, plan)),
         )
 
@@ -178,7 +224,8 @@ class TrainSetup:
             seed=config.init_weights_seed,
             skip_nonfinite=config.skip_nonfinite > 0,
             shard_optimizer_over_data=config.shard_optimizer_over_data,
-            wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
+            wait_for_compilation=config.wait_for_compilation
+            or None,  # None: yes if there are several processes
             measure_gradient_noise=config.measure_gradient_noise,
             check_loss=False,  # a sum over rows: tested
         )
@@ -187,14 +234,26 @@ class TrainSetup:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
         plan = self.plan
         without_dropout = replace(self, model=replace(self.model, dropout_rate=0.0))
-        options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
-        eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
-        return EvalStep(without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch), eval_plan
+        options = {
+            "splitter": plan.splitter.for_eval(),
+            "num_devices": plan.num_devices,
+            "axes": plan.axes,
+        }
+        eval_plan = RampPlan(
+            ramp=BatchRamp.constant(size), total_steps=num_batches, **options
+        )
+        return EvalStep(
+            without_dropout.loss, self.mesh, whole_batch=self.config.whole_batch
+        ), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
         # It runs once. On CPUs, XLA takes four times as long to optimize its random numbers.
-        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        options = (
+            {"xla_backend_optimization_level": 0}
+            if jax.default_backend() == "cpu"
+            else None
+        )
         init = jax.jit(
             lambda key: permute_layers(self.model.init(key), self.layer_order),
             out_shardings=self.param_shardings,
@@ -203,7 +262,9 @@ class TrainSetup:
         wait_for_all(self.mesh)
         params = init(random_key(self.config.init_weights_seed))
         shards = self.config.shard_optimizer_over_data
-        state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shards)
+        state = create_state(
+            params, self.step.tx, self.mesh, shard_optimizer_over_data=shards
+        )
         return jax.device_put(state, self._state_shardings(state))
 
     def state_shapes(self) -> TrainState:
@@ -213,7 +274,11 @@ class TrainSetup:
         def shape_of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        params = jax.tree.map(shape_of, jax.eval_shape(self.model.init, jax.random.key(0)), self.param_shardings)
+        params = jax.tree.map(
+            shape_of,
+            jax.eval_shape(self.model.init, jax.random.key(0)),
+            self.param_shardings,
+        )
         # Leaves that mirror a parameter, such as Adam's moments, have its sharding. The others are replicated.
         opt_state = optax.tree.map_params(
             self.step.tx,
@@ -223,19 +288,28 @@ class TrainSetup:
             transform_non_params=lambda leaf: shape_of(leaf, whole),
         )
         if self.config.shard_optimizer_over_data:
-            scattered = scattered_shardings(opt_state, self.mesh, BatchAxes.of(self.mesh))
+            scattered = scattered_shardings(
+                opt_state, self.mesh, BatchAxes.of(self.mesh)
+            )
             opt_state = jax.tree.map(shape_of, opt_state, scattered)
-        state = TrainState(step=shape_of(np.int32(0), whole), params=params, opt_state=opt_state)
+        state = TrainState(
+            step=shape_of(np.int32(0), whole), params=params, opt_state=opt_state
+        )
         return jax.tree.map(shape_of, state, self._state_shardings(state))
 
-    def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    def reorder_layers(
+        self, state: TrainState
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return functions that put the layers of a state into their natural order, that of checkpoints, and back."""
         if (self.layer_order == np.arange(len(self.layer_order))).all():
             return lambda state: state, lambda state: state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
         def permutation(order: np.ndarray) -> Callable[[Any], Any]:
-            return jax.jit(lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings)
+            return jax.jit(
+                lambda state: permute_layers(fetch_offloaded(state, shardings), order),
+                out_shardings=shardings,
+            )
 
         return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
 
@@ -258,10 +332,14 @@ class Run:
     loader: BatchLoader
     data: Mapping[str, str]  #: fingerprints of the files with training data
     evaluation: EvalOptions | None  #: when to evaluate, and how; None = never
-    writers: Callable[[Path, int], list[MetricWriter]]  #: the metric writers for a folder and a first step
+    writers: Callable[
+        [Path, int], list[MetricWriter]
+    ]  #: the metric writers for a folder and a first step
 
     @classmethod
-    def from_config(cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None) -> Self:
+    def from_config(
+        cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None
+    ) -> Self:
         """Build a run on all devices, and check everything that can be checked. Nothing is written.
 
         The plan is from `build_plan` or, with a checkpoint from which to resume, from `rampup.config.resume.plan_to_resume`.
@@ -270,28 +348,54 @@ class Run:
             RampupError: the configuration cannot be run here, or the processes have different configurations or data.
         """
         # Before a process opens data for others, which wait for it.
-        check_consistent({name: value for name, value in config.to_dict().items() if name not in PER_PROCESS_KEYS})
+        check_consistent(
+            {
+                name: value
+                for name, value in config.to_dict().items()
+                if name not in PER_PROCESS_KEYS
+            }
+        )
         factor = config.expansion_factor_real_data
         if factor > 1 and factor.denominator != 1:
             problem = f"expansion_factor_real_data={float(factor)} must be a whole number of processes, or -1"
-            raise ConfigError(problem, key="expansion_factor_real_data", nearest=(-1, int(factor), int(factor) + 1))
+            raise ConfigError(
+                problem,
+                key="expansion_factor_real_data",
+                nearest=(-1, int(factor), int(factor) + 1),
+            )
         if 0 < factor < 1:
             problem = f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way to resume on fewer hosts"
             fix = "here a position does not depend on hosts: set it to -1"
-            raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
+            raise ConfigError(
+                f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,)
+            )
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         split_for = setup.step.split_for  # also checks the step before data are opened
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, config)
         # A process that does not read knows no files. Every one that does reads the beginnings, and its share of the rest.
         paths = files_of(train_rows)
-        check_consistent({"num_rows": len(train_rows)} | ({"data": beginnings(paths)} if loading.reads else {}))
+        check_consistent(
+            {"num_rows": len(train_rows)}
+            | ({"data": beginnings(paths)} if loading.reads else {})
+        )
         share = jax.process_index() // loading.factor
         num_shares = jax.process_count() // loading.factor
         own = fingerprints(paths, share, num_shares) if loading.reads else {}
-        data = dict(sorted(itertools.chain(*(json.loads(part).items() for part in gather_from_all(json.dumps(own))))))
+        data = dict(
+            sorted(
+                itertools.chain(
+                    *(
+                        json.loads(part).items()
+                        for part in gather_from_all(json.dumps(own))
+                    )
+                )
+            )
+        )
         # The most samples that the run can take.
-        num_samples = plan.consumed_samples if plan.auto is None else plan.auto["max_samples"]
+        num_samples = (
+            plan.consumed_samples if plan.auto is None else plan.auto["max_samples"]
+        )
         loader = BatchLoader(
             source=train_rows,
             plan=plan,
@@ -314,10 +418,20 @@ class Run:
                 problem = f"evaluation needs a batch of {size} rows, but {len(eval_rows):,} rows are held out"
                 fix = "set a smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1"
                 raise DataError(f"{problem}; {fix}", key="eval_per_device_batch_size")
-            num_batches = available if config.eval_steps == -1 else min(config.eval_steps, available)
+            num_batches = (
+                available
+                if config.eval_steps == -1
+                else min(config.eval_steps, available)
+            )
             step, eval_plan = setup.evaluation(size, num_batches)
             order = SampleOrder(len(eval_rows), seed=None)
-            eval_loader = BatchLoader(source=eval_rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
+            eval_loader = BatchLoader(
+                source=eval_rows,
+                plan=eval_plan,
+                mesh=setup.mesh,
+                order=order,
+                loading=loading,
+            )
 
             def evaluate(state: Any) -> dict[str, float]:
                 sums = [step(state, batch) for batch in eval_loader.batches()]
@@ -325,11 +439,25 @@ class Run:
                 loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
                 return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
 
-            evaluation = EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
+            evaluation = EvalOptions(
+                evaluate=evaluate, eval_interval=config.eval_interval
+            )
 
-        return cls(setup=setup, saved=saved, loader=loader, data=data, evaluation=evaluation, writers=metric_writers(config))
+        return cls(
+            setup=setup,
+            saved=saved,
+            loader=loader,
+            data=data,
+            evaluation=evaluation,
+            writers=metric_writers(config),
+        )
 
-    def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
+    def train(
+        self,
+        on_event: OnEvent = ignore_event,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Summary:
         """Train in the run's folder, to the plan's end or to SIGTERM, with events in process 0 only; see `rampup.train`."""
         config = self.setup.config
 
@@ -337,23 +465,36 @@ class Run:
             if self.saved is None and found is not None:
                 folder = as_path(config.base_output_directory) / config.run_name
                 fix = "start `rampup train` again, or give it to Run.from_config, to resume"
-                raise ConfigError(f"{folder} already has a checkpoint: {fix}", key="run_name")
+                raise ConfigError(
+                    f"{folder} already has a checkpoint: {fix}", key="run_name"
+                )
             return self
 
         return _run_in_folder(config, make, on_event, should_stop)
 
-    def train_in(self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]) -> Summary:
+    def train_in(
+        self, folder: Path, on_event: OnEvent, should_stop: Callable[[], bool]
+    ) -> Summary:
         """Train in a folder that this process owns, see `run_in_folder`."""
         setup = self.setup
         config = setup.config
         plan = setup.plan
-        on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
+        on_event(
+            RunPlanned(
+                plan=plan,
+                folder=folder,
+                devices=jax.devices(),
+                num_parameters=setup.model.num_parameters,
+            )
+        )
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
         noise = auto = None
         if config.measure_gradient_noise:
             half_life = config.gradient_noise_half_life_samples
-            noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
+            noise = NoiseAverages(
+                default_half_life(plan) if half_life == -1 else half_life
+            )
             if plan.auto_schedule is not None:
                 auto = AutoSchedule(
                     sizes=plan.reserved_sizes,
@@ -367,19 +508,27 @@ class Run:
         def rate_now() -> LearningRate:
             # A ramp that follows the run grows while it runs.
             nonlocal rate
-            if auto is not None and plan.follows and len(auto.rows) > len(rate.plan.ramp.phases):
+            if (
+                auto is not None
+                and plan.follows
+                and len(auto.rows) > len(rate.plan.ramp.phases)
+            ):
                 rate = learning_rate(config, plan.grown(auto.ramp))
             return rate
 
         def describe_rows(step: int) -> list[str]:
             ramp = rate_now().plan.ramp
-            rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
+            rows = self.loader.order.rows(
+                range(ramp.samples_before(step), ramp.samples_before(step + 1))
+            ).tolist()
             return [self.loader.source.describe(row) for row in rows]
 
         # The configuration and the fingerprints of the data say what the run computes, and on what.
         components: list[Component] = [SameRun(None)]
         if noise is not None:
-            components += [noise] if auto is None else [noise, AutoBatch(auto, noise, on_event)]
+            components += (
+                [noise] if auto is None else [noise, AutoBatch(auto, noise, on_event)]
+            )
         loop = Loop(
             plan=plan,
             step=setup.step,
@@ -396,11 +545,17 @@ class Run:
             ),
             components=tuple(components),
             checkpoints=CheckpointOptions(
-                checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
+                checkpoint_period=config.checkpoint_period
+                if config.enable_checkpointing
+                else None,
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
                 on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
+                identity={
+                    "num_rows": len(self.loader.source),
+                    "data": self.data,
+                    **config.identity(),
+                },
                 extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
                 to_saved=to_saved,
                 from_saved=from_saved,
@@ -415,26 +570,51 @@ class Run:
         if start < plan.total_steps:
             keep_config(config, folder)
         _, summary = loop.train(state, start)
-        return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
+        return (
+            summary
+            if auto is None
+            else replace(summary, batch_size_schedule=auto.schedule)
+        )
 
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
     """Return the rule that splits a run's batches without the configuration's own microbatch and accumulation."""
-    own = {"microbatch_size": AUTO, "gradient_accumulation_steps": 1, "rampup_microbatch": "fixed", "whole_batch": False}
+    own = {
+        "microbatch_size": AUTO,
+        "gradient_accumulation_steps": 1,
+        "rampup_microbatch": "fixed",
+        "whole_batch": False,
+    }
     return replace(splitter, **own, tick_overhead=None)
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    decay = {"decay_fraction": config.wsd_decay_steps_fraction, "decay_style": config.wsd_decay_style}
+    decay = {
+        "decay_fraction": config.wsd_decay_steps_fraction,
+        "decay_style": config.wsd_decay_style,
+    }
     return LearningRate.from_config(config, plan, peak=config.learning_rate, **decay)
 
 
-def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = None) -> optax.GradientTransformation:
+def optimizer(
+    config: Config, rate: LearningRate, run_plan: RampPlan | None = None
+) -> optax.GradientTransformation:
     """Return the optimizer, whose constants follow the batches of the rate's plan and the length of `run_plan`."""
     scaling = adam_scaling(config, run_plan or rate.plan)
-    adam = AdamSchedule.from_scaling(rate.plan, adam_base(config), scaling) if scaling.is_active else None
-    return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam, matrices=matrices)
+    adam = (
+        AdamSchedule.from_scaling(rate.plan, adam_base(config), scaling)
+        if scaling.is_active
+        else None
+    )
+    return optimizer_from_config(
+        config,
+        rate,
+        mu_dtype=config.mu_dtype,
+        nu_dtype=config.nu_dtype,
+        adam=adam,
+        matrices=matrices,
+    )
 
 
 def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:
@@ -449,12 +629,21 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
         row = {
             "learning_rate_scale": segment.scale,
             "learning_rate": rate.at(phase.start_step),
-            "peak_learning_rate": config.learning_rate * segment.scale * level,  # without warm-up and decay
+            "peak_learning_rate": config.learning_rate
+            * segment.scale
+            * level,  # without warm-up and decay
         }
         if config.opt_type == "adamw":
             steps = math.log(0.5) / math.log(adam.b2) if adam.b2 else 0.0
-            row |= {"adam_b1": adam.b1, "adam_b2": adam.b2, "adam_eps": adam.eps, "adam_weight_decay": adam.weight_decay}
-            row["adam_b2_half_life_tokens"] = steps * phase.global_batch_size * config.max_target_length
+            row |= {
+                "adam_b1": adam.b1,
+                "adam_b2": adam.b2,
+                "adam_eps": adam.eps,
+                "adam_weight_decay": adam.weight_decay,
+            }
+            row["adam_b2_half_life_tokens"] = (
+                steps * phase.global_batch_size * config.max_target_length
+            )
         rows.append(row)
     return rows
 
@@ -464,18 +653,28 @@ def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]
     makers: list[Callable[[Path, int], MetricWriter]] = []
     if config.enable_tensorboard:
         required("tensorboardX")
-        makers.append(lambda folder, start: TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
+        makers.append(
+            lambda folder, start: TensorBoardWriter(
+                folder / TENSORBOARD_FOLDER, start=start
+            )
+        )
     if config.wandb_project is not None:
         required("wandb")
         project, values = config.wandb_project, config.to_dict()
-        makers.append(lambda folder, start: WandbWriter(folder, project=project, config=values))
+        makers.append(
+            lambda folder, start: WandbWriter(folder, project=project, config=values)
+        )
     return lambda folder, start: [make(folder, start) for make in makers]
 
 
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
     """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
     seed = config.data_shuffle_seed if config.enable_data_shuffling else None
-    order = SampleOrder(num_rows, seed=seed, num_epochs=None if config.num_epoch == -1 else config.num_epoch)
+    order = SampleOrder(
+        num_rows,
+        seed=seed,
+        num_epochs=None if config.num_epoch == -1 else config.num_epoch,
+    )
     order.check(consumed_samples)
     return order
 
@@ -484,8 +683,13 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
     """Return the samples that a step reads: number of the sample, row, and where the row comes from."""
     if not 0 <= step < plan.total_steps:
         last = plan.total_steps - 1
-        raise ConfigError(f"step={step} must be from 0 to {last}", key="step", nearest=(0, last))
+        raise ConfigError(
+            f"step={step} must be from 0 to {last}", key="step", nearest=(0, last)
+        )
     rows, _ = open_sources(config)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
-    return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
+    return [
+        {"sample": sample, "row": row, "source": rows.describe(row)}
+        for sample, row in samples
+    ]

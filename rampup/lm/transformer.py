@@ -27,7 +27,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import AccumulatedLoss
-from rampup.engine.mesh import FSDP, STAGE, TENSOR, auto_view, constrain, manual_size, replicated
+from rampup.engine.mesh import (
+    FSDP,
+    STAGE,
+    TENSOR,
+    auto_view,
+    constrain,
+    manual_size,
+    replicated,
+)
 from rampup.engine.pipeline import PipelinedLoss
 from rampup.engine.zero import gather
 from rampup.errors import ConfigError
@@ -53,7 +61,10 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 # What a pipeline stage keeps of a microbatch, besides its input, for its backward pass.
-KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims}
+KEEP_POLICIES = {
+    "nothing": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
 # From queries, keys and values of one layer to the mixed values (B, T, H, D) and anything else.
 Mixer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 _LAYER_SPECS = {
@@ -63,11 +74,21 @@ _LAYER_SPECS = {
     "down": (TENSOR, FSDP),
 }
 # The matrices of a layer for Muon: which dimensions are those of their input and of their output, after that of the layers.
-_MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {"out": ((1, 2), (3,))}
+_MATRICES = dict.fromkeys(("query", "key", "value"), ((1,), (2, 3))) | {
+    "out": ((1, 2), (3,))
+}
 _MATRICES |= dict.fromkeys(("gate", "up", "down"), ((1,), (2,)))
 # The keys of base.yml and rl.yml for attributes of a model that are not named like them.
-_KEYS = {"num_layers": "base_num_decoder_layers", "width": "base_emb_dim", "mlp_dim": "base_mlp_dim"}
-_KEYS |= {"num_heads": "base_num_query_heads", "tied": "logits_via_embedding", "param_dtype": "weight_dtype"}
+_KEYS = {
+    "num_layers": "base_num_decoder_layers",
+    "width": "base_emb_dim",
+    "mlp_dim": "base_mlp_dim",
+}
+_KEYS |= {
+    "num_heads": "base_num_query_heads",
+    "tied": "logits_via_embedding",
+    "param_dtype": "weight_dtype",
+}
 
 
 def matrices(params: Any) -> Any:
@@ -87,24 +108,40 @@ class Block(nn.Module):
     model: LanguageModel
 
     @nn.compact
-    def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None, mixer: Mixer | None = None) -> Any:
+    def __call__(
+        self,
+        x_BTE: jax.Array,
+        keys_B: jax.Array | None = None,
+        mixer: Mixer | None = None,
+    ) -> Any:
         """Return the layer's output; with a `mixer` instead of causal attention, also its second result.
 
         `keys_B`, one random key per row, turns dropout on.
         """
         model, width = self.model, x_BTE.shape[-1]
         head_dim = width // model.num_heads
-        types: dict[str, Any] = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
+        types: dict[str, Any] = {
+            "dtype": jnp.dtype(model.dtype),
+            "param_dtype": jnp.dtype(model.param_dtype),
+        }
         dense: dict[str, Any] = {"use_bias": False, **types}
 
         h_BTE = nn.RMSNorm(name="attention_norm", **types)(x_BTE)
-        q_BTHD = nn.DenseGeneral((model.num_heads, head_dim), name="query", **dense)(h_BTE)
-        k_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
-        v_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
+        q_BTHD = nn.DenseGeneral((model.num_heads, head_dim), name="query", **dense)(
+            h_BTE
+        )
+        k_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="key", **dense)(
+            h_BTE
+        )
+        v_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="value", **dense)(
+            h_BTE
+        )
         q_BTHD, k_BTGD, v_BTGD = map(checkpoint_name, (q_BTHD, k_BTGD, v_BTGD), _QKV)
         if mixer is None:
             mesh = None if model.activations is None else model.activations.mesh
-            mixed_BTHD = attend(rotate(q_BTHD), rotate(k_BTGD), v_BTGD, kind=model.attention, mesh=mesh)
+            mixed_BTHD = attend(
+                rotate(q_BTHD), rotate(k_BTGD), v_BTGD, kind=model.attention, mesh=mesh
+            )
             mixed_BTHD = checkpoint_name(mixed_BTHD, _CONTEXT)
         else:
             mixed_BTHD, extra = mixer(q_BTHD, k_BTGD, v_BTGD)
@@ -112,8 +149,13 @@ class Block(nn.Module):
         x_BTE = x_BTE + self._drop(checkpoint_name(h_BTE, _OUT), keys_B, 0)
 
         h_BTE = nn.RMSNorm(name="mlp_norm", **types)(x_BTE)
-        gate_BTF, up_BTF = (nn.Dense(model.mlp_dim, name=name, **dense)(h_BTE) for name in ("gate", "up"))
-        h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(up_BTF, _GATE_UP)
+        gate_BTF, up_BTF = (
+            nn.Dense(model.mlp_dim, name=name, **dense)(h_BTE)
+            for name in ("gate", "up")
+        )
+        h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(
+            up_BTF, _GATE_UP
+        )
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
         x_BTE = x_BTE + self._drop(h_BTE, keys_B, 1)
         return x_BTE if mixer is None else (x_BTE, extra)
@@ -122,7 +164,11 @@ class Block(nn.Module):
         if self.model.dropout_rate == 0 or keys_B is None:
             return h_BTE
         keep = 1 - self.model.dropout_rate
-        kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, part), keep, h_BTE.shape[1:]))(keys_B)
+        kept = jax.vmap(
+            lambda key: jax.random.bernoulli(
+                jax.random.fold_in(key, part), keep, h_BTE.shape[1:]
+            )
+        )(keys_B)
         return jnp.where(kept, h_BTE / keep, 0)
 
 
@@ -137,25 +183,41 @@ class LanguageModel:
     num_kv_heads: int
     vocab_size: int
     tied: bool = False  # use the embedding as the output layer
-    dropout_rate: float = 0.0  # fraction of the output of each part of a layer that training drops
+    dropout_rate: float = (
+        0.0  # fraction of the output of each part of a layer that training drops
+    )
     dtype: str = "float32"  # of the activations
     param_dtype: str = "float32"
     remat_policy: str = "none"  # one of `REMAT_POLICIES`
     scan_layers: bool = True  # in a loop, so that the time to compile does not grow with the number of layers
     attention: str = "dot_product"  # see `attend`
-    num_vocab_tiling: int = 1  # the loss holds the logits of one of these tiles of the vocabulary at a time
-    activations: NamedSharding | None = None  # (B, T, E) of one replica; None leaves it to the compiler
+    num_vocab_tiling: int = (
+        1  # the loss holds the logits of one of these tiles of the vocabulary at a time
+    )
+    activations: NamedSharding | None = (
+        None  # (B, T, E) of one replica; None leaves it to the compiler
+    )
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
         """Return the model that a configuration describes; `others` are attributes for which that of rl.yml has no key."""
         keys = {field.name: _KEYS.get(field.name, field.name) for field in fields(cls)}
-        return cls(**{name: getattr(config, key) for name, key in keys.items() if hasattr(config, key)} | others)
+        return cls(
+            **{
+                name: getattr(config, key)
+                for name, key in keys.items()
+                if hasattr(config, key)
+            }
+            | others
+        )
 
     @property
     def num_parameters(self) -> int:
         """Total number of parameters."""
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
+        return sum(
+            leaf.size
+            for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0)))
+        )
 
     def flops_per_sample(self, length: int) -> int:
         """Return the floating-point operations of a training step on one sample, after Chowdhery et al., "PaLM", 2022, appendix
@@ -166,7 +228,10 @@ class LanguageModel:
         # An embedding look-up is no matrix product, and norms are too small to count.
         looked_up = 0 if self.tied else self.vocab_size * self.width
         norms = (2 * self.num_layers + 1) * self.width
-        per_token = 6 * (self.num_parameters - looked_up - norms) + 12 * self.num_layers * self.width * length
+        per_token = (
+            6 * (self.num_parameters - looked_up - norms)
+            + 12 * self.num_layers * self.width * length
+        )
         return length * per_token
 
     def init(self, key: jax.Array) -> dict[str, Any]:
@@ -176,8 +241,11 @@ class LanguageModel:
         example = jnp.zeros((1, 2, self.width), dtype)
         init_layer = lambda layer_key: Block(self).init(layer_key, example)["params"]  # noqa: E731
         params = {
-            "embedding": 0.02 * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype),
-            "layers": jax.vmap(init_layer)(jax.random.split(layers_key, self.num_layers)),
+            "embedding": 0.02
+            * jax.random.normal(embedding_key, (self.vocab_size, self.width), dtype),
+            "layers": jax.vmap(init_layer)(
+                jax.random.split(layers_key, self.num_layers)
+            ),
             "final_norm": jnp.ones((self.width,), dtype),
         }
         if not self.tied:
@@ -195,12 +263,24 @@ class LanguageModel:
             # Each device has some columns of the table. It looks them up for the tokens of all devices, and each device then
             # gets the other columns of its own tokens: the rows travel and not the table, nor its gradient.
             columns = embedding[jax.lax.all_gather(tokens_BT, FSDP, axis=0, tiled=True)]
-            return constrain(jax.lax.all_to_all(columns, FSDP, split_axis=0, concat_axis=2, tiled=True), sharding)
+            return constrain(
+                jax.lax.all_to_all(
+                    columns, FSDP, split_axis=0, concat_axis=2, tiled=True
+                ),
+                sharding,
+            )
         # Gathered first, as fsdp does with every weight: a look-up in a table sharded over two axes aborts XLA's partitioner.
-        return constrain(constrain(embedding, replicated(sharding.mesh))[tokens_BT], sharding)
+        return constrain(
+            constrain(embedding, replicated(sharding.mesh))[tokens_BT], sharding
+        )
 
     def apply_layers(
-        self, layers: Any, x_BTE: jax.Array, keys_B: jax.Array | None = None, *, first_layer: Any = 0
+        self,
+        layers: Any,
+        x_BTE: jax.Array,
+        keys_B: jax.Array | None = None,
+        *,
+        first_layer: Any = 0,
     ) -> jax.Array:
         """Apply stacked layers one after the other; `first_layer` is the number of the first one."""
 
@@ -208,9 +288,15 @@ class LanguageModel:
             spec = _LAYER_SPECS.get(path[0].key, ())
             return self._gather(leaf, spec.index(FSDP)) if FSDP in spec else leaf
 
-        def apply(x_BTE: jax.Array, numbered: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        def apply(
+            x_BTE: jax.Array, numbered: tuple[Any, jax.Array]
+        ) -> tuple[jax.Array, None]:
             layer, number = numbered
-            keys = None if keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
+            keys = (
+                None
+                if keys_B is None
+                else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
+            )
             if manual_size(FSDP) > 1:  # see `sharded_loss`
                 layer = jax.tree_util.tree_map_with_path(gather_whole, layer)
             return Block(self).apply({"params": layer}, x_BTE, keys), None
@@ -219,20 +305,33 @@ class LanguageModel:
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat_policy])
         num_layers = jax.tree.leaves(layers)[0].shape[0]
         numbers = first_layer + jnp.arange(num_layers)
-        return jax.lax.scan(apply, x_BTE, (layers, numbers), unroll=1 if self.scan_layers else num_layers)[0]
+        return jax.lax.scan(
+            apply,
+            x_BTE,
+            (layers, numbers),
+            unroll=1 if self.scan_layers else num_layers,
+        )[0]
 
     def head(self, params: Mapping[str, Any], x_BTE: jax.Array) -> jax.Array:
         """Return the logits (B, T, V), in at least float32."""
-        logits_BTV = self._normalize(params, x_BTE) @ self._gather(self._head_kernel(params), 0)
+        logits_BTV = self._normalize(params, x_BTE) @ self._gather(
+            self._head_kernel(params), 0
+        )
         return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
 
     def head_loss(
-        self, params: Mapping[str, Any], x_BTE: jax.Array, targets_BT: jax.Array, length_B: jax.Array
+        self,
+        params: Mapping[str, Any],
+        x_BTE: jax.Array,
+        targets_BT: jax.Array,
+        length_B: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Return the cross entropy and its weight, from the output of the last layer."""
         if self.num_vocab_tiling == 1:
 
-            def of_logits(params: Mapping[str, Any], x_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+            def of_logits(
+                params: Mapping[str, Any], x_BTE: jax.Array
+            ) -> tuple[jax.Array, jax.Array]:
                 return cross_entropy(self.head(params, x_BTE), targets_BT, length_B)
 
             if manual_size(FSDP) > 1:
@@ -264,38 +363,78 @@ class LanguageModel:
         mesh = None if self.activations is None else self.activations.mesh
         return checkpoint_name(gather(weights, mesh, (FSDP,), axis), GATHERED)
 
-    def logits(self, params: Mapping[str, Any], tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
+    def logits(
+        self,
+        params: Mapping[str, Any],
+        tokens_BT: jax.Array,
+        keys_B: jax.Array | None = None,
+    ) -> jax.Array:
         """Return the logits (B, T, V) of every next token."""
-        return self.head(params, self.apply_layers(params["layers"], self.embed(params, tokens_BT), keys_B))
+        return self.head(
+            params,
+            self.apply_layers(params["layers"], self.embed(params, tokens_BT), keys_B),
+        )
 
     def loss(
-        self, params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array | None = None
+        self,
+        params: Mapping[str, Any],
+        batch: Mapping[str, jax.Array],
+        keys_B: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return (sum of cross entropies, tokens that count, {}) over rows {"tokens": (B, T+1), "length": (B,)}."""
         tokens = batch["tokens"].astype(jnp.int32)
         x_BTE = self.embed(params, tokens[:, :-1])
-        x_BTE = self.apply_layers(params["layers"], x_BTE, keys_B if self.dropout_rate else None)
+        x_BTE = self.apply_layers(
+            params["layers"], x_BTE, keys_B if self.dropout_rate else None
+        )
         return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
 
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
         """Return the loss that gathers each layer's weights over fsdp where it uses them, and scatters their gradients."""
         # Left to itself, the compiler may gather the activations of all rows.
-        return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
+        return AccumulatedLoss(
+            self.loss,
+            param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None,
+        )
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
         """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers."""
 
-        def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array) -> jax.Array:
+        def first(
+            params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array
+        ) -> jax.Array:
             return self.embed(params, batch["tokens"][:, :-1].astype(jnp.int32))
 
-        def stage(layers: Any, x_BTE: jax.Array, batch: Any, keys_B: jax.Array, first_layer: Any) -> jax.Array:
-            return self.apply_layers(layers, x_BTE, keys_B if self.dropout_rate else None, first_layer=first_layer)
+        def stage(
+            layers: Any,
+            x_BTE: jax.Array,
+            batch: Any,
+            keys_B: jax.Array,
+            first_layer: Any,
+        ) -> jax.Array:
+            return self.apply_layers(
+                layers,
+                x_BTE,
+                keys_B if self.dropout_rate else None,
+                first_layer=first_layer,
+            )
 
-        def last(params: Mapping[str, Any], x_BTE: jax.Array, batch: Mapping[str, jax.Array], keys_B: jax.Array) -> Any:
+        def last(
+            params: Mapping[str, Any],
+            x_BTE: jax.Array,
+            batch: Mapping[str, jax.Array],
+            keys_B: jax.Array,
+        ) -> Any:
             targets_BT = batch["tokens"][:, 1:].astype(jnp.int32)
             return (*self.head_loss(params, x_BTE, targets_BT, batch["length"]), {})
 
-        return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, remat_policy=KEEP_POLICIES[keep])
+        return PipelinedLoss(
+            first=first,
+            stage=stage,
+            last=last,
+            num_repeats=num_repeats,
+            remat_policy=KEEP_POLICIES[keep],
+        )
 
     def on(self, mesh: Mesh) -> LanguageModel:
         """Return the model for the rows of one replica of a mesh: activations are sharded by rows over fsdp."""
@@ -315,14 +454,18 @@ class LanguageModel:
             ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
                 problem = f"{key}={size} must be a multiple of the devices on the axes {' and '.join(axes)}, {ways}"
-                raise ConfigError(problem, key=key, nearest=nearest_multiples(size, ways))
+                raise ConfigError(
+                    problem, key=key, nearest=nearest_multiples(size, ways)
+                )
         parts = 1 if self.tied else mesh.shape[TENSOR]
         if self.vocab_size % (parts * self.num_vocab_tiling):
             raise ConfigError(
                 f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling} times the "
                 f"devices on the tensor axis, {parts}",
                 key="num_vocab_tiling",
-                nearest=nearest_in(self.num_vocab_tiling, divisors(self.vocab_size // parts)),
+                nearest=nearest_in(
+                    self.num_vocab_tiling, divisors(self.vocab_size // parts)
+                ),
             )
         layers = jax.eval_shape(self.init, jax.random.key(0))["layers"]
 
@@ -340,7 +483,14 @@ class LanguageModel:
         return shardings
 
 
-def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str, mesh: Mesh | None) -> jax.Array:
+def attend(
+    q_BTHD: jax.Array,
+    k_BTGD: jax.Array,
+    v_BTGD: jax.Array,
+    *,
+    kind: str,
+    mesh: Mesh | None,
+) -> jax.Array:
     """Return the causal attention of each query, (B, T, H, D), by the kernel on TPUs unless the kind is `dot_product`.
 
     The memory of the kernel is linear in T. `mesh` has the devices to compile for, or is None if they are not known.
@@ -354,7 +504,9 @@ def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str
     automatic = {str(name) for name in mesh.axis_names} - {*context.manual_axes}
     if not automatic:
         return splash_attention(q_BTHD, k_BTGD, v_BTGD)
-    spec = PartitionSpec(*(name if name in automatic else None for name in (FSDP, "", TENSOR)))
+    spec = PartitionSpec(
+        *(name if name in automatic else None for name in (FSDP, "", TENSOR))
+    )
     run = jax.shard_map(
         splash_attention,
         mesh=None if context.manual_axes else auto_view(mesh),
@@ -366,52 +518,93 @@ def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str
     return run(q_BTHD, k_BTGD, v_BTGD)
 
 
-def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array
+) -> jax.Array:
     """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
-    return masked_attention(q_BTHD, k_BTGD, v_BTGD, np.tril(np.ones((q_BTHD.shape[1],) * 2, bool)))
+    return masked_attention(
+        q_BTHD, k_BTGD, v_BTGD, np.tril(np.ones((q_BTHD.shape[1],) * 2, bool))
+    )
 
 
-def masked_attention(q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, mask_TS: Any) -> jax.Array:
+def masked_attention(
+    q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, mask_TS: Any
+) -> jax.Array:
     """Return softmax(q k / sqrt(D)) v over the positions that a mask allows, which is broadcast to (B, G, N, T, S)."""
     B, T, H, D = q_BTHD.shape
-    q_BTGND = q_BTHD.reshape(B, T, k_BSGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
+    q_BTGND = q_BTHD.reshape(B, T, k_BSGD.shape[2], -1, D) / np.sqrt(D).astype(
+        q_BTHD.dtype
+    )
     logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BSGD)
-    logits_BGNTS = logits_BGNTS.astype(jnp.promote_types(logits_BGNTS.dtype, jnp.float32))
-    weights_BGNTS = jax.nn.softmax(jnp.where(mask_TS, logits_BGNTS, -jnp.inf), axis=-1).astype(v_BSGD.dtype)
+    logits_BGNTS = logits_BGNTS.astype(
+        jnp.promote_types(logits_BGNTS.dtype, jnp.float32)
+    )
+    weights_BGNTS = jax.nn.softmax(
+        jnp.where(mask_TS, logits_BGNTS, -jnp.inf), axis=-1
+    ).astype(v_BSGD.dtype)
     return jnp.einsum("bgnts,bsgd->btgnd", weights_BGNTS, v_BSGD).reshape(B, T, H, D)
 
 
-def splash_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False) -> jax.Array:
+def splash_attention(
+    q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False
+) -> jax.Array:
     """Return the same as `causal_attention` of the arrays of one device, by JAX's splash attention. T is a multiple of 128."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel,
+        splash_attention_mask,
+    )
 
     _, length, num_heads, D = q_BTHD.shape
     tile = next(size for size in TILES if length % size == 0)
-    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
-    tiles = splash_attention_kernel.BlockSizes(**dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), tile))
-    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * num_heads)
+    names = (
+        "block_q",
+        "block_kv",
+        "block_kv_compute",
+        "block_q_dkv",
+        "block_kv_dkv",
+        "block_kv_dkv_compute",
+    )
+    tiles = splash_attention_kernel.BlockSizes(
+        **dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), tile)
+    )
+    mask = splash_attention_mask.MultiHeadMask(
+        [splash_attention_mask.CausalMask((length, length))] * num_heads
+    )
     options = {"head_shards": 1, "q_seq_shards": 1, "interpret": interpret}
     kernel = splash_attention_kernel.make_splash_mha(mask, block_sizes=tiles, **options)
-    heads_first = [x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)]
+    heads_first = [
+        x.transpose(0, 2, 1, 3) for x in (q_BTHD / math.sqrt(D), k_BTGD, v_BTGD)
+    ]
     mixed_BHTD: jax.Array = jax.vmap(kernel)(*heads_first)
     return mixed_BHTD.transpose(0, 2, 1, 3)
 
 
-def rotate(x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None) -> jax.Array:
+def rotate(
+    x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None
+) -> jax.Array:
     """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), at positions below `length` or from 0 on."""
     half = x_BTHD.shape[-1] // 2
-    angle_TD = np.arange(length or x_BTHD.shape[1])[:, None] * 10_000 ** (-np.arange(half) / half)
+    angle_TD = np.arange(length or x_BTHD.shape[1])[:, None] * 10_000 ** (
+        -np.arange(half) / half
+    )
     tables = [jnp.asarray(f(angle_TD), x_BTHD.dtype) for f in (np.cos, np.sin)]
-    cos, sin = (x[:, None] if positions_BT is None else x[positions_BT][:, :, None] for x in tables)
+    cos, sin = (
+        x[:, None] if positions_BT is None else x[positions_BT][:, :, None]
+        for x in tables
+    )
     a, b = x_BTHD[..., :half], x_BTHD[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(
+    logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return (sum of -log p(target), number of targets that count). The first `length` targets of a row count."""
     # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
+    log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(
+        logits_BTV, -1
+    )
     return _sum_over_targets(log_p_BT, length_B)
 
 
@@ -433,25 +626,44 @@ def tiled_cross_entropy(
     """
     V = kernel_EV.shape[1]
     # The gradient of x is the sum over all tiles; in this type it is summed.
-    x_BTE, dtype = x_BTE.astype(jnp.promote_types(x_BTE.dtype, jnp.float32)), x_BTE.dtype
+    x_BTE, dtype = (
+        x_BTE.astype(jnp.promote_types(x_BTE.dtype, jnp.float32)),
+        x_BTE.dtype,
+    )
 
     def tiles(columns: jax.Array) -> jax.Array:
-        return jnp.moveaxis(columns.reshape(*columns.shape[:-1], num_parts, num_tiles, -1), -2, 0)
+        return jnp.moveaxis(
+            columns.reshape(*columns.shape[:-1], num_parts, num_tiles, -1), -2, 0
+        )
 
     @jax.checkpoint
-    def of_tile(x_BTE: jax.Array, tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def of_tile(
+        x_BTE: jax.Array, tile: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         kernel_EPC, tokens_PC = tile
-        logits_BTPC = jnp.einsum("bte,epc->btpc", x_BTE.astype(dtype), prepare(kernel_EPC)).astype(x_BTE.dtype)
+        logits_BTPC = jnp.einsum(
+            "bte,epc->btpc", x_BTE.astype(dtype), prepare(kernel_EPC)
+        ).astype(x_BTE.dtype)
         is_target_BTPC = targets_BT[..., None, None] == tokens_PC
-        return jnp.sum(jnp.where(is_target_BTPC, logits_BTPC, 0), (-2, -1)), jax.nn.logsumexp(logits_BTPC, (-2, -1))
+        return jnp.sum(
+            jnp.where(is_target_BTPC, logits_BTPC, 0), (-2, -1)
+        ), jax.nn.logsumexp(logits_BTPC, (-2, -1))
 
-    target_NBT, norm_NBT = jax.lax.map(lambda tile: of_tile(x_BTE, tile), (tiles(kernel_EV), tiles(jnp.arange(V))))
-    return _sum_over_targets(jnp.sum(target_NBT, 0) - jax.nn.logsumexp(norm_NBT, 0), length_B)
+    target_NBT, norm_NBT = jax.lax.map(
+        lambda tile: of_tile(x_BTE, tile), (tiles(kernel_EV), tiles(jnp.arange(V)))
+    )
+    return _sum_over_targets(
+        jnp.sum(target_NBT, 0) - jax.nn.logsumexp(norm_NBT, 0), length_B
+    )
 
 
-def _sum_over_targets(log_p_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_over_targets(
+    log_p_BT: jax.Array, length_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     counts_BT = jnp.arange(log_p_BT.shape[1]) < length_B[:, None]
-    return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(log_p_BT.dtype)
+    return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(
+        log_p_BT.dtype
+    )
 
 
 class Cache(NamedTuple):
@@ -462,7 +674,11 @@ class Cache(NamedTuple):
 
 
 def prefill(
-    model: LanguageModel, params: Mapping[str, Any], tokens_BP: jax.Array, length_B: jax.Array, num_slots: int
+    model: LanguageModel,
+    params: Mapping[str, Any],
+    tokens_BP: jax.Array,
+    length_B: jax.Array,
+    num_slots: int,
 ) -> tuple[jax.Array, Cache]:
     """Read prompts of at least one token, padded after their end; return the logits (B, V) of the next token and the cache.
 
@@ -473,8 +689,12 @@ def prefill(
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         k = rotate(k, positions_BP, num_slots)
-        mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
-        return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
+        mixed = masked_attention(
+            rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool))
+        )
+        return mixed, Cache(
+            *(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v))
+        )
 
     x_BPE, cache = jax.lax.scan(
         lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),
@@ -486,7 +706,11 @@ def prefill(
 
 
 def decode(
-    model: LanguageModel, params: Mapping[str, Any], cache: Cache, token_B: jax.Array, position_B: jax.Array
+    model: LanguageModel,
+    params: Mapping[str, Any],
+    cache: Cache,
+    token_B: jax.Array,
+    position_B: jax.Array,
 ) -> tuple[jax.Array, Cache]:
     """Read one token per row, at its position; return the logits (B, V) of the next one and the cache with it."""
     num_slots = cache.keys.shape[2]
@@ -499,25 +723,42 @@ def decode(
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
             # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
             k = rotate(k, position_B[:, None], num_slots)
-            new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
-            return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
+            new = Cache(
+                *(
+                    jnp.where(slots_BS[..., None, None], x, kept)
+                    for x, kept in zip((k, v), old, strict=True)
+                )
+            )
+            return masked_attention(
+                rotate(q, position_B[:, None], num_slots), *new, seen
+            ), new
 
         return Block(model).apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
 
-    x_B1E, cache = jax.lax.scan(apply, model.embed(params, token_B[:, None]), (params["layers"], cache))
+    x_B1E, cache = jax.lax.scan(
+        apply, model.embed(params, token_B[:, None]), (params["layers"], cache)
+    )
     return model.head(params, x_B1E)[:, 0], cache
 
 
 def packed_hidden(
-    model: LanguageModel, params: Mapping[str, Any], tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array
+    model: LanguageModel,
+    params: Mapping[str, Any],
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    segments_BT: jax.Array,
 ) -> jax.Array:
     """Return the output of the last layer (B, T, E) for rows of several sequences, numbered by `segments_BT`."""
     T = tokens_BT.shape[1]
-    same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
+    same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(
+        np.ones((T, T), bool)
+    )
     mask = same[:, None, None]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
+        return masked_attention(
+            rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask
+        ), None
 
     return jax.lax.scan(
         lambda x, layer: Block(model).apply({"params": layer}, x, None, attend),

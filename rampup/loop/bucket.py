@@ -18,7 +18,18 @@ from rampup.errors import ConfigError, MissingDependencyError, StorageError
 
 PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
 # Methods of a path that send requests.
-_METHODS = ("exists", "is_dir", "mkdir", "rmdir", "rmtree", "unlink", "rename", "replace", "copy", "stat")
+_METHODS = (
+    "exists",
+    "is_dir",
+    "mkdir",
+    "rmdir",
+    "rmtree",
+    "unlink",
+    "rename",
+    "replace",
+    "copy",
+    "stat",
+)
 _CONTENTS = ("iterdir", "glob", "write_bytes", "write_text")
 
 
@@ -28,7 +39,9 @@ def bucket_path(path: str | os.PathLike[str]) -> Any:
     scheme = text.partition("://")[0]
     if scheme not in PACKAGES:
         schemes = ", ".join(f"{name}://" for name in PACKAGES)
-        problem = f"{text} is neither a folder nor a bucket; buckets begin with {schemes}"
+        problem = (
+            f"{text} is neither a folder nor a bucket; buckets begin with {schemes}"
+        )
         raise ConfigError(problem, key="base_output_directory")
     if isinstance(path, _path_class()):
         return path

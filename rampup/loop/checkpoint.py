@@ -38,7 +38,9 @@ from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
 RECORD_VERSION = 1
 RECORD_FILE = "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
-_WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})  # by Orbax; no part of the state
+_WRITTEN_LATER = frozenset(
+    {"commit_success.txt", "_CHECKPOINT_METADATA"}
+)  # by Orbax; no part of the state
 _ALL_WRITTEN = "async_write_complete"  # in the key of Orbax's barrier after the files of all processes
 _THREADS = 8
 # Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
@@ -79,7 +81,9 @@ class SavedCheckpoint:
 
     step: int  # optimizer steps done
     record: Mapping[str, Any]  # as process 0 has read it
-    damaged: Mapping[int, str] = field(default_factory=dict)  # newer ones that are damaged: optimizer steps -> the problem
+    damaged: Mapping[int, str] = field(
+        default_factory=dict
+    )  # newer ones that are damaged: optimizer steps -> the problem
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
@@ -89,33 +93,54 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     count = jax.process_count()
     problems = dict[int, str]()
     steps = checkpoint_steps(folder) if is_primary() else ()
-    for step in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
+    for step in reversed(
+        json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))
+    ):
         path = folder / str(step)
         checked = is_primary() or not is_bucket(folder)
-        problem = first_problem((damage(path, jax.process_index(), count) if checked else None) or "")
+        problem = first_problem(
+            (damage(path, jax.process_index(), count) if checked else None) or ""
+        )
         if not problem:
-            content = (path / RECORD_FILE).read_text(encoding="utf-8") if is_primary() else ""
+            content = (
+                (path / RECORD_FILE).read_text(encoding="utf-8") if is_primary() else ""
+            )
             content = broadcast_from_process0(f"checkpoint{number}", content)
-            return SavedCheckpoint(step=step, record=read_record(path, content), damaged=problems)
+            return SavedCheckpoint(
+                step=step, record=read_record(path, content), damaged=problems
+            )
         problems[step] = problem
     if problems:
-        lines = "\n".join(f"  {folder / str(step)}: {problem}" for step, problem in problems.items())
+        lines = "\n".join(
+            f"  {folder / str(step)}: {problem}" for step, problem in problems.items()
+        )
         fix = "restore one from a copy, or give the run another run_name to start from the beginning"
-        raise ResumeMismatchError(f"every checkpoint is damaged, and none is deleted:\n{lines}\n{fix}", key="run_name")
+        raise ResumeMismatchError(
+            f"every checkpoint is damaged, and none is deleted:\n{lines}\n{fix}",
+            key="run_name",
+        )
     return None
 
 
 def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, Any]:
     """Return the record of an intact checkpoint, by default from its file, or refuse that of another version of rampup."""
     try:
-        record = json.loads((checkpoint / RECORD_FILE).read_text(encoding="utf-8") if content is None else content)
+        record = json.loads(
+            (checkpoint / RECORD_FILE).read_text(encoding="utf-8")
+            if content is None
+            else content
+        )
     except (ValueError, RecursionError):
         record = None
     version = record.get("version") if isinstance(record, Mapping) else None
     if version != RECORD_VERSION:
-        raise ResumeMismatchError(f"{checkpoint} was written in format {version}, this is format {RECORD_VERSION}")
+        raise ResumeMismatchError(
+            f"{checkpoint} was written in format {version}, this is format {RECORD_VERSION}"
+        )
     if record.get("step") != int(checkpoint.name):
-        raise ResumeMismatchError(f"the record of {checkpoint} is of step {record.get('step')!r:.100}")
+        raise ResumeMismatchError(
+            f"the record of {checkpoint} is of step {record.get('step')!r:.100}"
+        )
     return record
 
 
@@ -133,18 +158,30 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
         return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
 
     leaves = list(differing_leaves(stored, abstract, shape, simple=True, separator="/"))
-    found = [f"{name} is {old} in the checkpoint and {new} here" for name, old, new in leaves if None not in (old, new)]
-    found += [f"{name} is only in the checkpoint" for name, _, new in leaves if new is None]
+    found = [
+        f"{name} is {old} in the checkpoint and {new} here"
+        for name, old, new in leaves
+        if None not in (old, new)
+    ]
+    found += [
+        f"{name} is only in the checkpoint" for name, _, new in leaves if new is None
+    ]
     found += [f"{name} is only here" for name, old, _ in leaves if old is None]
     reason = "; ".join(found[:MAX_DIFFERENCES])
-    reason += f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
+    reason += (
+        f"; and {len(found) - MAX_DIFFERENCES:,} more"
+        if len(found) > MAX_DIFFERENCES
+        else ""
+    )
     cause: Exception | None = None
     if not reason:
         try:
             return replace_fields(state, **restore_tree(checkpoint, abstract))
         except (ValueError, KeyError, TypeError) as error:
             reason, cause = " ".join(str(error).split())[:500], error
-    raise ResumeMismatchError(f"the state in {folder / str(step)} is not of this model and optimizer: {reason}") from cause
+    raise ResumeMismatchError(
+        f"the state in {folder / str(step)} is not of this model and optimizer: {reason}"
+    ) from cause
 
 
 def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
@@ -152,20 +189,31 @@ def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         if shapes is None:
             shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
-        return reader.restore(checkpoint, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))).state
+        return reader.restore(
+            checkpoint, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        ).state
 
 
 def on_first_device(shapes: Any) -> Any:
     """Return shapes with the sharding of the first device of this process."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+    )
 
 
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:
     """Return the optimizer steps done in each checkpoint of a folder, oldest first."""
     if not folder.is_dir():
         return ()
-    return tuple(sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()))
+    return tuple(
+        sorted(
+            int(path.name)
+            for path in folder.iterdir()
+            if path.name.isdecimal() and path.is_dir()
+        )
+    )
 
 
 class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
@@ -176,7 +224,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """
 
     def __init__(
-        self, folder: Path, options: CheckpointOptions | None = None, on_error: Callable[[StorageError], None] | None = None
+        self,
+        folder: Path,
+        options: CheckpointOptions | None = None,
+        on_error: Callable[[StorageError], None] | None = None,
     ) -> None:
         self.folder = folder
         self._options = options or CheckpointOptions()
@@ -208,7 +259,10 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             return False
         content = {"version": RECORD_VERSION, "step": step, **record}
         self._writing = step
-        arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(_as_tree(state)),
+            record=ocp.args.JsonSave(content),
+        )
 
         def write() -> None:
             # Orbax waits for all processes, so that none may begin what another one cannot do.
@@ -245,8 +299,13 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         except OSError as error:
             return f"{self.folder} cannot be written: {error.strerror or error}"
         # Arrays count as if they could not be compressed.
-        most = METADATA_BYTES + sum(METADATA_BYTES_PER_ARRAY + getattr(leaf, "nbytes", 8) for leaf in jax.tree.leaves(state))
-        if disk.total == 0 or disk.free >= most:  # some network file systems have no numbers
+        most = METADATA_BYTES + sum(
+            METADATA_BYTES_PER_ARRAY + getattr(leaf, "nbytes", 8)
+            for leaf in jax.tree.leaves(state)
+        )
+        if (
+            disk.total == 0 or disk.free >= most
+        ):  # some network file systems have no numbers
             return ""
         sizes = f"the checkpoint may take {most / 2**20:,.1f} MiB, {disk.free / 2**20:,.1f} MiB are free"
         return f"No space left on device in {self.folder}: {sizes}"
@@ -255,19 +314,27 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         """Wait until every checkpoint is written; return whether all were. Else `on_error` was called, which may raise."""
         return self._manager is None or self._attempt(self._manager.wait_until_finished)
 
-    def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
+    def restore(
+        self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event
+    ) -> Any:
         """Return the state of a checkpoint, like `state`, or refuse; then move newer, damaged ones aside."""
         restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source = self.folder / str(step)
             target = self.folder.parent / DAMAGED_FOLDER
-            names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+            names = itertools.chain(
+                [str(step)], (f"{step}-{number}" for number in itertools.count(2))
+            )
             target /= next(name for name in names if not (target / name).exists())
             # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.
             if is_primary() and source.exists():
                 target.parent.mkdir(exist_ok=True)
                 source.rename(target)
-            on_event(CheckpointDamaged(steps=step, problem=problem, moved_to=target, used=saved.step))
+            on_event(
+                CheckpointDamaged(
+                    steps=step, problem=problem, moved_to=target, used=saved.step
+                )
+            )
         if saved.damaged and self._manager is not None:
             # The others must not list the folder before process 0 has moved everything.
             broadcast_from_process0(f"moved{next(_question_numbers)}", "")
@@ -292,19 +359,31 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             # Where a write has failed, Orbax comes at once to its last barrier, in a `finally`. Others are at an earlier one,
             # so barriers are counted and not told apart by their keys.
             error = None if threading.get_ident() == owner else sys.exception()
-            problem = "" if error is None else f"process {jax.process_index()} on {socket.gethostname()}: {self._reason(error)}"
+            problem = (
+                ""
+                if error is None
+                else f"process {jax.process_index()} on {socket.gethostname()}: {self._reason(error)}"
+            )
             seconds = timeout_ms / 1000 if error is None else _TELL_SECONDS
-            with contextlib.suppress(*(() if error is None else (jax.errors.JaxRuntimeError,))):
-                problem = first_problem(problem, f"checkpoint{next(_barrier_numbers)}", seconds=seconds)
+            with contextlib.suppress(
+                *(() if error is None else (jax.errors.JaxRuntimeError,))
+            ):
+                problem = first_problem(
+                    problem, f"checkpoint{next(_barrier_numbers)}", seconds=seconds
+                )
             if problem:
                 has_failed = True
                 raise StorageError(problem) from None
 
         # Despite its name, Orbax calls `post_finalization_callback` before it renames the folder, when all files are written.
         last = take_checksums if is_primary() else None
-        callbacks = ocp.AsyncOptions(barrier_sync_fn=barrier, post_finalization_callback=last)
+        callbacks = ocp.AsyncOptions(
+            barrier_sync_fn=barrier, post_finalization_callback=last
+        )
         kept = self._options.max_to_keep
-        options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=True, async_options=callbacks)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=kept, cleanup_tmp_directories=True, async_options=callbacks
+        )
         return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
     def _unfinished(self, step: int | None) -> Iterable[Path]:
@@ -327,10 +406,16 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
             self._manager = None
             try:
                 latest = self.latest
-                existing = "there is no other" if latest is None else f"the newest is {self.folder / str(latest)}"
+                existing = (
+                    "there is no other"
+                    if latest is None
+                    else f"the newest is {self.folder / str(latest)}"
+                )
             except OSError:  # a bucket that is away
                 existing = "the others cannot be listed now"
-            failure = StorageError(f"the checkpoint of step {step} could not be written: {self._reason(error)}; {existing}")
+            failure = StorageError(
+                f"the checkpoint of step {step} could not be written: {self._reason(error)}; {existing}"
+            )
             failure.__cause__ = error
             if self._on_error is None:
                 raise failure from error
@@ -352,23 +437,49 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
 def _as_tree(state: Any) -> dict[str, Any]:
     """Return all fields of a state that contain arrays, such as the moving average in a subclass of Flax's TrainState."""
     fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
-    names = [f.name for f in fields if f.metadata.get("pytree_node", not f.metadata.get("static", False))]
+    names = [
+        f.name
+        for f in fields
+        if f.metadata.get("pytree_node", not f.metadata.get("static", False))
+    ]
     names = names or state._fields  # of a named tuple
-    return {name: value for name in names if (value := getattr(state, name)) is not None}
+    return {
+        name: value for name in names if (value := getattr(state, name)) is not None
+    }
 
 
 def write_checksums(folder: Path, *, process: int = 0) -> None:
     """Write size and SHA-256 of the files that a process has written; process 0, the last, adds those of the others."""
     files = _files_to_check(folder)
-    others = {path: json.loads(path.read_bytes()) for path in folder.glob(f"{CHECKSUMS_FILE}.*")} if process == 0 else {}
-    found: dict[str, Any] = {name: entry for entries in others.values() for name, entry in entries.items()}
+    others = (
+        {
+            path: json.loads(path.read_bytes())
+            for path in folder.glob(f"{CHECKSUMS_FILE}.*")
+        }
+        if process == 0
+        else {}
+    )
+    found: dict[str, Any] = {
+        name: entry for entries in others.values() for name, entry in entries.items()
+    }
     # Process 0 also takes what no other process has, so that a checkpoint is complete whatever the version of Orbax.
-    own = [n for n in files if f"/ocdbt.process_{process}/" in n] if process else [n for n in files if n not in found]
+    own = (
+        [n for n in files if f"/ocdbt.process_{process}/" in n]
+        if process
+        else [n for n in files if n not in found]
+    )
     with ThreadPoolExecutor(_THREADS) as threads:
-        found |= zip(own, threads.map(lambda name: _size_and_digest(folder / name), own), strict=True)
+        found |= zip(
+            own,
+            threads.map(lambda name: _size_and_digest(folder / name), own),
+            strict=True,
+        )
     if process:
         # Orbax renames `state.SUFFIX`, as it renames the whole checkpoint, when all processes have written.
-        found = {re.sub(r"^([^/.]+)\.[^/]*/", r"\1/", name): entry for name, entry in found.items()}
+        found = {
+            re.sub(r"^([^/.]+)\.[^/]*/", r"\1/", name): entry
+            for name, entry in found.items()
+        }
     target = folder / (f"{CHECKSUMS_FILE}.{process}" if process else CHECKSUMS_FILE)
     target.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     for path in others:
@@ -378,10 +489,17 @@ def write_checksums(folder: Path, *, process: int = 0) -> None:
 def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
     """Return how a folder differs from its checksums, or None; contents are checked of one of `num_shares` parts of it."""
     if is_bucket(folder):
-        return None if ocp.utils.is_checkpoint_finalized(folder) else "it was not completed"
+        return (
+            None
+            if ocp.utils.is_checkpoint_finalized(folder)
+            else "it was not completed"
+        )
     try:
         expected = json.loads((folder / CHECKSUMS_FILE).read_bytes())
-        wanted = {str(name): (int(size), str(digest)) for name, (size, digest) in expected.items()}
+        wanted = {
+            str(name): (int(size), str(digest))
+            for name, (size, digest) in expected.items()
+        }
     except FileNotFoundError:
         return f"{CHECKSUMS_FILE} is missing"
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -389,7 +507,9 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
     if extra := sorted(set(_files_to_check(folder)) - set(wanted)):
         return f"{extra[0]} was not written with it"
     # Dealt out by size: neighbours in the row are about as large.
-    to_read = set(sorted(wanted, key=lambda name: (-wanted[name][0], name))[share::num_shares])
+    to_read = set(
+        sorted(wanted, key=lambda name: (-wanted[name][0], name))[share::num_shares]
+    )
 
     def problem(name: str) -> str | None:
         path, (size, digest) = folder / name, wanted[name]
@@ -402,7 +522,9 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
                 return None
         except FileNotFoundError:
             return f"{name} is missing"
-        except OSError as error:  # such as a bad sector, which the disk reports only when it is read
+        except (
+            OSError
+        ) as error:  # such as a bad sector, which the disk reports only when it is read
             return f"{name} cannot be read: {error.strerror or error}"
         return f"{name} was changed after it was written: its SHA-256 differs"
 
@@ -412,8 +534,16 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
 
 def _files_to_check(folder: Path) -> list[str]:
     """Return the files of a folder, without those that are written later at its top level."""
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-    return sorted(name for name in names if name not in _WRITTEN_LATER and not name.startswith(CHECKSUMS_FILE))
+    names = (
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if not path.is_dir()
+    )
+    return sorted(
+        name
+        for name in names
+        if name not in _WRITTEN_LATER and not name.startswith(CHECKSUMS_FILE)
+    )
 
 
 def _size_and_digest(path: Path) -> tuple[int, str]:

@@ -29,7 +29,9 @@ from rampup.plan.numbers import finite_or_none
 # Entries of a checkpoint's record.
 SHAPE_CHANGES = "shape_changes"  # the steps at which microbatch shapes changed, which a resumed run repeats
 GRADIENT_NOISE = "gradient_noise"  # its averages
-ADVISED_ROWS = "advised_rows"  # the schedule that `auto_schedule: advise` would have used so far
+ADVISED_ROWS = (
+    "advised_rows"  # the schedule that `auto_schedule: advise` would have used so far
+)
 ROWS = "rows"
 PROGRAMS = "programs"
 _MAX_CONSTANT = 2**16
@@ -87,7 +89,11 @@ class Component:
     def load(self, record: Mapping[str, Any]) -> None:
         """Continue from a checkpoint's record."""
 
-    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    def after_step(
+        self,
+        line: Mapping[str, Any],
+        values: Mapping[str, Any],  # noqa: ARG002
+    ) -> dict[str, Any]:
         """Process the metrics of one finished step; return what to add to its line. Called once per step, in order.
 
         `line` is the line so far, with what the components before this one have added, and `values` are the step's metrics.
@@ -124,7 +130,9 @@ class ShapeChanges(Component):
         if any(size < 1 or step < 0 for size, step in found.items()):
             problem = f"the checkpoint of step {record['step']} in {self.folder} has no readable {SHAPE_CHANGES}: "
             fix = "delete it to resume from the one before"
-            raise ResumeMismatchError(f"{problem}{changes!r:.100}; {fix}", key=SHAPE_CHANGES)
+            raise ResumeMismatchError(
+                f"{problem}{changes!r:.100}; {fix}", key=SHAPE_CHANGES
+            )
         self.step.replay_shape_changes(found)
 
 
@@ -133,46 +141,83 @@ class NoiseAverages(Component):
 
     def __init__(self, half_life_samples: float) -> None:
         self.half_life_samples = half_life_samples
-        self.scales: dict[str, NoiseScale] = {"": NoiseScale(half_life_samples=half_life_samples)}
+        self.scales: dict[str, NoiseScale] = {
+            "": NoiseScale(half_life_samples=half_life_samples)
+        }
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
-        return {GRADIENT_NOISE: {prefix: scale.state for prefix, scale in self.scales.items()}}
+        return {
+            GRADIENT_NOISE: {
+                prefix: scale.state for prefix, scale in self.scales.items()
+            }
+        }
 
     def load(self, record: Mapping[str, Any]) -> None:
         """Continue from the averages in a checkpoint, with the half-life of this run."""
         own = {"half_life_samples": self.half_life_samples}
         found = record.get(GRADIENT_NOISE) or {}
-        self.scales |= {prefix: NoiseScale.from_state({**values, **own}) for prefix, values in found.items()}
+        self.scales |= {
+            prefix: NoiseScale.from_state({**values, **own})
+            for prefix, values in found.items()
+        }
 
-    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def after_step(
+        self, line: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Add the `gradient_noise` of a step. A skipped step stays out of the averages."""
         noise = values.get("gradient_noise", {})
         found = dict[str, Any]()
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
             trace = float(noise[f"{prefix}trace"])
             squared_norm = float(noise[f"{prefix}squared_norm"])
-            scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self.half_life_samples))
+            scale = self.scales.setdefault(
+                prefix, NoiseScale(half_life_samples=self.half_life_samples)
+            )
             if not values.get("skipped", False):
                 # Before its first step, Adam has no second moments: both are 0 in its geometry, and say nothing.
-                counted = 0.0 if prefix and trace == squared_norm == 0 else float(values["weight"])
-                scale.update(samples=line["global_batch_size"], weight=counted, trace=trace, squared_norm=squared_norm)
+                counted = (
+                    0.0
+                    if prefix and trace == squared_norm == 0
+                    else float(values["weight"])
+                )
+                scale.update(
+                    samples=line["global_batch_size"],
+                    weight=counted,
+                    trace=trace,
+                    squared_norm=squared_norm,
+                )
             found |= {f"{prefix}gradient_noise_trace": finite_or_none(trace)}
-            found |= {f"{prefix}gradient_squared_norm": finite_or_none(squared_norm), **scale.metrics(prefix)}
+            found |= {
+                f"{prefix}gradient_squared_norm": finite_or_none(squared_norm),
+                **scale.metrics(prefix),
+            }
         return found
 
 
 def decide(
-    auto: AutoSchedule, noise: NoiseEstimate, step: int, line: Mapping[str, Any], on_event: OnEvent, *, sample: int
+    auto: AutoSchedule,
+    noise: NoiseEstimate,
+    step: int,
+    line: Mapping[str, Any],
+    on_event: OnEvent,
+    *,
+    sample: int,
 ) -> None:
     """Decide about the batch after a number of steps, or rollouts, and samples, the same in all processes, and report it."""
     before = auto.size
     auto.decide(step=step, sample=sample, noise_scale=noise.low)
     if jax.process_count() > 1:
         # All compute the same averages; process 0 decides, in case rounding differs.
-        auto.rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
+        auto.rows = json.loads(
+            broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows))
+        )
     outlook = auto.outlook(step=step, sample=sample, noise=noise)
-    on_event(BatchSizeDecided(step=line["step"], changed=auto.size != before, outlook=outlook))
+    on_event(
+        BatchSizeDecided(
+            step=line["step"], changed=auto.size != before, outlook=outlook
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +240,29 @@ class AutoBatch(Component):
         if self.schedule.mode == "advise" and record.get(ADVISED_ROWS):
             self.schedule.rows = [list(map(int, row)) for row in record[ADVISED_ROWS]]
 
-    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+    def after_step(
+        self,
+        line: Mapping[str, Any],
+        values: Mapping[str, Any],  # noqa: ARG002
+    ) -> dict[str, Any]:
         """Decide about the batch, every tenth step. The decision is in the step's line before it is used."""
         auto = self.schedule
         step = line["step"] + 1
         if not auto.is_due(step):
             return {}
-        decide(auto, self.noise.scales[""].in_samples, step, line, self.on_event, sample=line["consumed_samples"])
-        return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": auto.size}
+        decide(
+            auto,
+            self.noise.scales[""].in_samples,
+            step,
+            line,
+            self.on_event,
+            sample=line["consumed_samples"],
+        )
+        return {
+            "next_global_batch_size"
+            if auto.mode == "follow"
+            else "advised_global_batch_size": auto.size
+        }
 
     def may_change_plan(self, done: int) -> bool:
         """See `Component`."""
@@ -210,7 +270,9 @@ class AutoBatch(Component):
 
     def next_plan(self, plan: Any) -> Any:
         """See `Component`."""
-        follows = self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
+        follows = (
+            self.schedule.mode == "follow" and self.schedule.size != plan.ramp.sizes[-1]
+        )
         return plan.grown(self.schedule.ramp) if follows else plan
 
 
@@ -235,7 +297,10 @@ class SameRun(Component):
         """See `Component`."""
         for name in (ROWS, PROGRAMS):
             if not isinstance(found := record.get(name, {}), dict):
-                raise ResumeMismatchError(f"the record of the checkpoint is damaged: its {name} are {found!r:.100}", key=name)
+                raise ResumeMismatchError(
+                    f"the record of the checkpoint is damaged: its {name} are {found!r:.100}",
+                    key=name,
+                )
         self._before = record
 
     def check(self, batches: Any, state: Any, batch: Any) -> None:
@@ -244,17 +309,26 @@ class SameRun(Component):
         before: Mapping[str, Any] = self._before.get(ROWS, {})
         self._own[ROWS] = rows
         # The names of the facts contain the numbers of rows, so that another number of rows has other facts beside its own.
-        differing = [name for name in rows if before.get(name, rows[name]) != rows[name]]
+        differing = [
+            name for name in rows if before.get(name, rows[name]) != rows[name]
+        ]
         if differing:
-            table = "\n".join(f"  {name}: {before[name]} in the checkpoint, {rows[name]} here" for name in differing)
+            table = "\n".join(
+                f"  {name}: {before[name]} in the checkpoint, {rows[name]} here"
+                for name in differing
+            )
             problem = f"the checkpoint of step {self._before['step']} is of a run with other rows"
             fix = "give the rows and the seed of that run, or train in another folder"
             raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=ROWS)
         traced = getattr(self._step, "jaxprs", None)
         if traced is None:
             return
-        programs: dict[str, Any] = {name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()}
-        programs |= {"versions": [module.__version__ for module in (jax, optax, flax, rampup)]}
+        programs: dict[str, Any] = {
+            name: _digest(jaxpr) for name, jaxpr in traced(state, batch.row).items()
+        }
+        programs |= {
+            "versions": [module.__version__ for module in (jax, optax, flax, rampup)]
+        }
         before = self._before.get(PROGRAMS, {})
         self._own[PROGRAMS] = programs
         if before.get("versions") != programs["versions"] or not is_primary():
@@ -270,12 +344,19 @@ def _digest(jaxpr: Any) -> str:
     """Return a digest of a closed jaxpr and its small constants."""
     # Functions in it have addresses, and sets an order that differ from process to process.
     text = re.sub(r"0x[0-9a-f]+", "", str(jaxpr.jaxpr))
-    text = re.sub(r"\{[^{}\n]*\}", lambda found: ",".join(sorted(re.split(r"[{},]\s*", found[0]))), text)
+    text = re.sub(
+        r"\{[^{}\n]*\}",
+        lambda found: ",".join(sorted(re.split(r"[{},]\s*", found[0]))),
+        text,
+    )
     digest = hashlib.sha256(text.encode())
     for constant in jaxpr.consts:
         if jax.numpy.issubdtype(constant.dtype, jax.dtypes.prng_key):
             constant = jax.random.key_data(constant)
         is_here = not isinstance(constant, jax.Array) or constant.is_fully_addressable
-        if is_here and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT:
+        if (
+            is_here
+            and math.prod(np.shape(constant)) * constant.dtype.itemsize <= _MAX_CONSTANT
+        ):
             digest.update(np.asarray(constant).tobytes())
     return digest.hexdigest()[:16]

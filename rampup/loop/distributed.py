@@ -22,13 +22,22 @@ from typing import Any, NoReturn
 
 import jax
 
-from rampup.engine.processes import FOLDER, announced, broadcast_from_process0, gather_from_all, is_primary, kv_store
+from rampup.engine.processes import (
+    FOLDER,
+    announced,
+    broadcast_from_process0,
+    gather_from_all,
+    is_primary,
+    kv_store,
+)
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
 
 NOTICE_STEPS = 8  # from a decision to its effect; a host is at most `metrics.IN_FLIGHT` steps ahead of the devices of all
 _DONE, _FAILED = "done", "failed "
-_agreement_numbers, _check_numbers, _watch_numbers = (itertools.count() for _ in range(3))
+_agreement_numbers, _check_numbers, _watch_numbers = (
+    itertools.count() for _ in range(3)
+)
 _is_watching = threading.Lock()
 has_failed = threading.Event()  # the last run of several processes, in this one
 _process0_is_gone = threading.Event()
@@ -50,7 +59,12 @@ def join(
     if jax.distributed.is_initialized() or distributed == "off":
         return
     with announced("this process waits for what JAX looks up: the name of process 0"):
-        launch = find_launch(coordinator_address, num_processes, process_id, timeout=initialization_timeout)
+        launch = find_launch(
+            coordinator_address,
+            num_processes,
+            process_id,
+            timeout=initialization_timeout,
+        )
     if launch is None:
         if distributed == "on":
             problem = "distributed=on, but this process was started alone"
@@ -59,12 +73,16 @@ def join(
         return
     devices = local_device_ids()
     deadline = time.monotonic() + initialization_timeout
-    with announced(f"process {launch.number} of {launch.count} waits for {launch.address}") as waiting:
+    with announced(
+        f"process {launch.number} of {launch.count} waits for {launch.address}"
+    ) as waiting:
         _reach_process0(launch, initialization_timeout, waiting)
         waiting.words = f"process {launch.number} of {launch.count} waits at {launch.address} for the others"
         try:
             jax.distributed.initialize(
-                coordinator_address=_relay(launch.address) if launch.number else launch.address,
+                coordinator_address=_relay(launch.address)
+                if launch.number
+                else launch.address,
                 num_processes=launch.count,
                 process_id=launch.number,
                 local_device_ids=devices,
@@ -75,7 +93,10 @@ def join(
             )
         except RuntimeError as error:
             problem = f"process {launch.number} of {launch.count} could not join the others at {launch.address}"
-            raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}", key="coordinator_address") from None
+            raise ConfigError(
+                f"{problem}: {' '.join(str(error).split())[:300]}",
+                key="coordinator_address",
+            ) from None
     if launch.number == 0:
         _keep_connections(int(launch.address.rpartition(":")[2]), heartbeat_timeout)
 
@@ -83,14 +104,23 @@ def join(
 def _keep_connections(port: int, seconds: int) -> None:
     """Let gRPC in process 0 wait so long for others, and not 20 s: a closed connection ends the other process, from C++."""
     for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError, IndexError), socket.fromfd(int(file), socket.AF_INET, socket.SOCK_STREAM) as peer:
+        with (
+            contextlib.suppress(OSError, IndexError),
+            socket.fromfd(int(file), socket.AF_INET, socket.SOCK_STREAM) as peer,
+        ):
             if peer.getsockname()[1] == port:
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+                peer.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds
+                )
 
 
 def _relay(address: str) -> str:
     """Return an address in this process that leads to process 0, and learn there, before JAX does, that process 0 is gone."""
-    if {"grpc_proxy", "http_proxy", "https_proxy"} & os.environ.keys():  # gRPC would look for this address behind the proxy
+    if {
+        "grpc_proxy",
+        "http_proxy",
+        "https_proxy",
+    } & os.environ.keys():  # gRPC would look for this address behind the proxy
         return address
     host, _, port = address.rpartition(":")
     loop = asyncio.new_event_loop()
@@ -103,18 +133,31 @@ def _relay(address: str) -> str:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            connection = socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=5
+            )
             far_reader, far_writer = await asyncio.open_connection(sock=connection)
             _process0_is_gone.clear()  # it may have started again
             with contextlib.closing(far_writer):
-                requests, answers = (asyncio.create_task(carry(*each)) for each in ((reader, far_writer), (far_reader, writer)))
-                await asyncio.wait([requests, answers], return_when=asyncio.FIRST_COMPLETED)
+                requests, answers = (
+                    asyncio.create_task(carry(*each))
+                    for each in ((reader, far_writer), (far_reader, writer))
+                )
+                await asyncio.wait(
+                    [requests, answers], return_when=asyncio.FIRST_COMPLETED
+                )
                 if not requests.done():
                     _process0_is_gone.set()
-                    await asyncio.sleep(5)  # JAX aborts its process, from C++, when the connection is closed
+                    await asyncio.sleep(
+                        5
+                    )  # JAX aborts its process, from C++, when the connection is closed
 
-    threading.Thread(target=loop.run_forever, name="rampup-relay", daemon=True).start()  # the caller may run another loop
-    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(serve, "127.0.0.1"), loop).result()
+    threading.Thread(
+        target=loop.run_forever, name="rampup-relay", daemon=True
+    ).start()  # the caller may run another loop
+    server = asyncio.run_coroutine_threadsafe(
+        asyncio.start_server(serve, "127.0.0.1"), loop
+    ).result()
     return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
@@ -125,11 +168,20 @@ def check_reachable() -> None:
     name, address, place = socket.gethostname(), "", ""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(name)
-    with contextlib.suppress(OSError):  # Linux: the machine, and the network in which its containers see it
-        place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
-    found = [json.loads(each) for each in gather_from_all(json.dumps([name, address, place]))]
+    with contextlib.suppress(
+        OSError
+    ):  # Linux: the machine, and the network in which its containers see it
+        place = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink(
+            "/proc/self/ns/net"
+        )
+    found = [
+        json.loads(each) for each in gather_from_all(json.dumps([name, address, place]))
+    ]
     for number, (name, address, _) in enumerate(found):
-        if address.startswith("127.") and len({(other, place) for other, _, place in found}) > 1:
+        if (
+            address.startswith("127.")
+            and len({(other, place) for other, _, place in found}) > 1
+        ):
             problem = f"process {number} runs on {name}, a name that leads to {address} there: other hosts cannot reach it"
             fix = f"in /etc/hosts of that host, let {name} lead to its address in the network of the others"
             raise ConfigError(f"{problem}; {fix}", key="coordinator_address")
@@ -146,32 +198,53 @@ def check_consistent(facts: Mapping[str, Any]) -> None:
     if count == 1:
         return
     folder = f"{FOLDER}/facts{next(_check_numbers)}"
-    kv_store().key_value_set(f"{folder}/{jax.process_index()}", json.dumps(facts, default=str))
+    kv_store().key_value_set(
+        f"{folder}/{jax.process_index()}", json.dumps(facts, default=str)
+    )
     differing = {}
     if is_primary():
-        found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 300_000)) for n in range(count)]
+        found = [
+            json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 300_000))
+            for n in range(count)
+        ]
         for key, first in found[0].items():
-            others = {number: known[key] for number, known in enumerate(found) if known.get(key, first) != first}
+            others = {
+                number: known[key]
+                for number, known in enumerate(found)
+                if known.get(key, first) != first
+            }
             if others:
                 number, value = next(iter(others.items()))
                 more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-                change = describe_change(first, value, ("in process 0", f"in process {number}"), most=1)
+                change = describe_change(
+                    first, value, ("in process 0", f"in process {number}"), most=1
+                )
                 differing[key] = f"{key}: {', '.join(change)}{more}"
     problems = json.loads(broadcast_from_process0(folder, json.dumps(differing)))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
-        raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))
+        raise ConfigError(
+            f"the processes are not started alike:\n{lines}", key=next(iter(problems))
+        )
 
 
-def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
+def describe_change(
+    one: Any, other: Any, places: tuple[str, str], *, most: int
+) -> list[str]:
     """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
     found = []
-    for name in [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]:
+    for name in [
+        name
+        for name in dict.fromkeys([*one, *other])
+        if one.get(name) != other.get(name)
+    ]:
         before, now = (files.get(name, "no such file") for files in (one, other))
         found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
-    return found[:most] + ([f"and {len(found) - most:,} more files"] if len(found) > most else [])
+    return found[:most] + (
+        [f"and {len(found) - most:,} more files"] if len(found) > most else []
+    )
 
 
 class StopConsensus:
@@ -191,7 +264,9 @@ class StopConsensus:
             return wants_to_stop
         if self._from_step is None:
             if wants_to_stop and not self._has_asked:
-                kv_store().key_value_set(f"{self._folder}/ready{jax.process_index()}", "")
+                kv_store().key_value_set(
+                    f"{self._folder}/ready{jax.process_index()}", ""
+                )
                 self._has_asked = True
             found = dict(kv_store().key_value_dir_get(self._folder))
             decision = f"{self._folder}/from"
@@ -252,10 +327,17 @@ def _watched(timeout: float) -> Iterator[None]:
             if now - before > timeout / 2:
                 continued = now
             before = now
-            heard = {key: (state, max(since, continued)) for key, (state, since) in dict(seen).items()}
+            heard = {
+                key: (state, max(since, continued))
+                for key, (state, since) in dict(seen).items()
+            }
             problem = _problem(heard, now, max(answered, continued), timeout)
             if problem and not done.is_set():
-                print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
+                print(
+                    f"rampup: {problem}; process {own} ends too. Start the job again to resume.",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 # The main thread may be inside a collective that waits for the process that is gone: no exception and no
                 # signal handler reaches it there. It may also hold the lock of standard output.
                 os._exit(1)
@@ -273,7 +355,11 @@ def _watched(timeout: float) -> Iterator[None]:
         final = f"{_FAILED}{type(error).__name__}: {error}".removesuffix(": ")
         # Whether it, or an error that led to it, is of the devices or of the connections between processes.
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError) and "Gloo " not in str(cause):
+        while (
+            cause is not None
+            and not isinstance(cause, jax.errors.JaxRuntimeError)
+            and "Gloo " not in str(cause)
+        ):
             cause = cause.__cause__ or cause.__context__
         if cause is not None:
             # A broken connection fails at once, long before the process at its other end counts as silent. Until the thread has
@@ -285,11 +371,15 @@ def _watched(timeout: float) -> Iterator[None]:
         done.set()
         for each in (thread, beats):
             if each.is_alive():
-                each.join(2)  # A sign of life that is being written would come after the report.
+                each.join(
+                    2
+                )  # A sign of life that is being written would come after the report.
         with contextlib.suppress(Exception):
             report(final)
             if own == 0 and final != _DONE:
-                time.sleep(2.5 * pause)  # in which the others read it: then the store is gone
+                time.sleep(
+                    2.5 * pause
+                )  # in which the others read it: then the store is gone
 
 
 def leave(code: int) -> NoReturn:
@@ -303,7 +393,9 @@ def leave(code: int) -> NoReturn:
 atexit.register(lambda: leave(1) if has_failed.is_set() else None)
 
 
-def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:
+def _problem(
+    seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float
+) -> str | None:
     """Return the problem of another process, or None."""
     if now - answered > timeout:
         return f"process 0 has not answered for {timeout:g} s"
@@ -323,7 +415,9 @@ def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) ->
     while True:
         try:
             if launch.number:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                socket.create_connection(
+                    (host.strip("[]"), int(port)), timeout=5
+                ).close()
                 return
             socket.getaddrinfo(host.strip("[]"), int(port))  # process 0 is a client too
             if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
@@ -336,8 +430,14 @@ def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) ->
         except OSError as error:
             problem = f"{'no answer' if launch.number else 'it cannot listen'} ({error.strerror or error})"
         except ValueError:
-            raise ConfigError(f"{launch.address}: the port must be a number", key="coordinator_address") from None
+            raise ConfigError(
+                f"{launch.address}: the port must be a number",
+                key="coordinator_address",
+            ) from None
         waiting.words = f"{words}: {problem}"
         if time.monotonic() > deadline:
-            raise ConfigError(f"{waiting.words}; gave up after {timeout:g} s", key="coordinator_address")
+            raise ConfigError(
+                f"{waiting.words}; gave up after {timeout:g} s",
+                key="coordinator_address",
+            )
         time.sleep(0.5)

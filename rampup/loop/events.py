@@ -44,7 +44,9 @@ class LearningRateChanged(Event):
     step: int  #: the last step before the checkpoint
     before: float  #: the learning rate that it had
     after: float  #: the learning rate that the schedule of this run has there; the steps from here on follow it
-    schedule_steps: int | None  #: the length of the schedule before, if it was another one
+    schedule_steps: (
+        int | None
+    )  #: the length of the schedule before, if it was another one
     plan: Any  #: the plan from here on
 
 
@@ -67,7 +69,9 @@ class BatchSizeDecided(Event):
 
     step: int  #: the step
     changed: bool  #: whether the batch changes, or the advised one
-    outlook: str  #: the size with the reason for it, or with what the next larger one needs
+    outlook: (
+        str  #: the size with the reason for it, or with what the next larger one needs
+    )
 
 
 class StepDone(Event):

@@ -39,7 +39,11 @@ class Launch:
 
 
 def find_launch(
-    address: str | None = None, count: int | None = None, number: int | None = None, *, timeout: int = 300
+    address: str | None = None,
+    count: int | None = None,
+    number: int | None = None,
+    *,
+    timeout: int = 300,
 ) -> Launch | None:
     """Return the place of this process among those that it was started with; None if it is alone.
 
@@ -47,12 +51,16 @@ def find_launch(
     rest comes from JAX's detectors if there is no address, and otherwise from the variables of launchers.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
-    count = _number_in("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") if count is None else count
+    count = (
+        _number_in("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") if count is None else count
+    )
     if number is None:
         number = _number_in("JAX_PROCESS_ID")
         if number is None and os.environ.get("JAX_PROCESS_COUNT"):
             # What xpk sets for CPUs: a Job per slice, with an index of its own in each.
-            index, job, per_job = map(_number_in, ("JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"))
+            index, job, per_job = map(
+                _number_in, ("JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB")
+            )
             number = None if index is None else (job or 0) * (per_job or 0) + index
     found, problem = (None if count == 1 else _launcher()), ""
     if count != 1 and (address is None or (found is None and None in (count, number))):
@@ -61,42 +69,72 @@ def find_launch(
     if address is None and found is not None and found.cluster is not None:
         port = os.environ.get("JAX_COORDINATOR_PORT") or None
         options = {"timeout_secs": timeout, "override_coordinator_port": port}
-        known = inspect.signature(found.cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
+        known = inspect.signature(
+            found.cluster.get_coordinator_address
+        ).parameters  # JAX 0.7 has no override
         try:
-            address = str(found.cluster.get_coordinator_address(**{name: options[name] for name in options if name in known}))
+            address = str(
+                found.cluster.get_coordinator_address(
+                    **{name: options[name] for name in options if name in known}
+                )
+            )
         except Exception as error:
             words = f"{found.by} does not find process 0: {' '.join(str(error).split())[:500]}"
-            raise ConfigError(f"{words}; {_ADDRESS}", key="coordinator_address") from error
+            raise ConfigError(
+                f"{words}; {_ADDRESS}", key="coordinator_address"
+            ) from error
         address = f"{address.rpartition(':')[0]}:{port}" if port else address
-    elif address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
+    elif (
+        address is None
+        and found is not None
+        and (hosts := os.environ.get("SKYPILOT_NODE_IPS"))
+    ):
         address = hosts.split()[0]
     elif address is None and found is not None:
         unknown = "JAX does not know this launcher, or not all that it sets is here"
-        problem = problem or ("Start it with srun" if found.by.startswith("SLURM") else unknown)
+        problem = problem or (
+            "Start it with srun" if found.by.startswith("SLURM") else unknown
+        )
         words = f"{found.by}: this process was started as number {found.number} of {found.count}"
         words += f", but it does not know where process 0 is. {problem}"
         raise ConfigError(f"{words}; or {_ADDRESS}", key="coordinator_address")
     if found is not None:
-        count, number = found.count if count is None else count, found.number if number is None else number
+        count, number = (
+            found.count if count is None else count,
+            found.number if number is None else number,
+        )
     if count is not None and number is not None and not 0 <= number < count:
         rule = f"process_id={number} must be from 0 to num_processes - 1 = {count - 1}"
         raise ConfigError(rule, key="process_id", nearest=(0, count - 1))
     if count == 1:
         return None
-    given = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    given = {
+        "coordinator_address": address,
+        "num_processes": count,
+        "process_id": number,
+    }
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
         # Index > 0 proves that there are other pods: refuse. Index 0 may be the only one: run, and say so.
         index = _number_in("JOB_COMPLETION_INDEX")
         if index is not None:
-            problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
+            problem = (
+                problem
+                or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
+            )
             words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
             fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             if index > 0:
-                raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
+                raise ConfigError(
+                    f"{words}; or {fix}. {_ALONE}", key="coordinator_address"
+                )
             problem = f"{words}; if there are others, {fix}"
         if problem:
-            print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
+            print(
+                f"rampup: this process runs alone. {problem}",
+                file=sys.stderr,
+                flush=True,
+            )
         return None
     if address is None or count is None or number is None:
         named = " and ".join(name for name in given if name not in missing)
@@ -116,10 +154,19 @@ def local_device_ids() -> list[int] | None:
         return None
     tasks = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE")
     number = _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
-    if tasks is None and "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
+    if (
+        tasks is None
+        and "SLURM_STEP_TASKS_PER_NODE" in os.environ
+        and "SLURM_STEP_NODELIST" in os.environ
+    ):
         # Such as `4(x2),3`: four on each of two nodes, and three.
-        parts = [part.rstrip(")").partition("(x") for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
-        counts = [int(count) for count, _, nodes in parts for _ in range(int(nodes or 1))]
+        parts = [
+            part.rstrip(")").partition("(x")
+            for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")
+        ]
+        counts = [
+            int(count) for count, _, nodes in parts for _ in range(int(nodes or 1))
+        ]
         node = _number_in("SLURM_NODEID") or 0
         number = _number_in("SLURM_LOCALID")
         tasks = counts[node] if node < len(counts) else None
@@ -130,10 +177,17 @@ def local_device_ids() -> list[int] | None:
     if visible and gpus == 1:
         return None
     if gpus is not None and gpus > tasks:
-        source = f"CUDA_VISIBLE_DEVICES={visible}" if visible else f"SLURM_GPUS_ON_NODE={gpus}"
+        source = (
+            f"CUDA_VISIBLE_DEVICES={visible}"
+            if visible
+            else f"SLURM_GPUS_ON_NODE={gpus}"
+        )
         problem = f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and each would use one"
         fix = f"start one process per GPU (srun --ntasks-per-node={gpus}) or one per host (--ntasks-per-node=1), which"
-        raise ConfigError(f"{problem}; {fix} then uses all of them, or set JAX_LOCAL_DEVICE_IDS in each", key="num_processes")
+        raise ConfigError(
+            f"{problem}; {fix} then uses all of them, or set JAX_LOCAL_DEVICE_IDS in each",
+            key="num_processes",
+        )
     return [number]
 
 
@@ -154,15 +208,32 @@ def _ask_jax() -> tuple[Launch | None, str]:
     try:
         from jax._src.clusters import ClusterEnv
 
-        clusters = [cluster for cluster in ClusterEnv._cluster_types if not cluster.opt_in_only_method]
-    except (ImportError, AttributeError):  # no public names; then only the variables count
+        clusters = [
+            cluster
+            for cluster in ClusterEnv._cluster_types
+            if not cluster.opt_in_only_method
+        ]
+    except (
+        ImportError,
+        AttributeError,
+    ):  # no public names; then only the variables count
         return None, ""
     problem = ""
     # Set by srun, and not in a batch script or an interactive shell.
-    task = all(os.environ.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"))
+    task = all(
+        os.environ.get(name)
+        for name in (
+            "SLURM_STEP_NODELIST",
+            "SLURM_NTASKS",
+            "SLURM_PROCID",
+            "SLURM_LOCALID",
+        )
+    )
     for cluster in clusters:
         name = cluster.__name__
-        if "Slurm" in name and (os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not task):
+        if "Slurm" in name and (
+            os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not task
+        ):
             continue  # It would take the tasks of the whole job, and in JAX 0.7 also those of a shell.
         if "Tpu" in name and "tpu" not in (jax.config.jax_platforms or "tpu"):
             continue  # A run on the CPUs of a TPU VM is one of this host alone.
@@ -172,14 +243,20 @@ def _ask_jax() -> tuple[Launch | None, str]:
                 continue
             count = cluster.get_process_count()
             if count > 1:
-                return Launch(count, cluster.get_process_id(), by=f"JAX's {name}", cluster=cluster), ""
+                return Launch(
+                    count, cluster.get_process_id(), by=f"JAX's {name}", cluster=cluster
+                ), ""
         except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
             words = f"JAX's {name} says: {type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
             # A pod that asks in vain is often the only one. A host with TPUs is often one of several.
-            hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+            hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get(
+                "TPU_WORKER_HOSTNAMES"
+            )
             if count > 1 or ("Tpu" in name and (hosts is None or "," in hosts)):
                 fix = "set coordinator_address, num_processes and process_id in each process"
-                raise ConfigError(f"{words}; {fix}. {_ALONE}", key="coordinator_address") from None
+                raise ConfigError(
+                    f"{words}; {fix}. {_ALONE}", key="coordinator_address"
+                ) from None
             problem = problem or words
     return None, problem
 

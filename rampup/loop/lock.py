@@ -49,7 +49,9 @@ class _TakenError(Exception):
 
 
 @contextlib.contextmanager
-def own_run(folder: Path, *, only_existing: bool = False, shared: bool = False) -> Iterator[None]:
+def own_run(
+    folder: Path, *, only_existing: bool = False, shared: bool = False
+) -> Iterator[None]:
     """Own a run's folder within a context, in process 0 for all, or refuse it. Contexts of one thread may be nested.
 
     With `only_existing`, a folder that is not there is not made. With `shared`, all processes must see it.
@@ -57,10 +59,16 @@ def own_run(folder: Path, *, only_existing: bool = False, shared: bool = False) 
     with contextlib.ExitStack() as held:
         problem = _own(folder, only_existing, held) if is_primary() else ""
         # Nested contexts of all processes are alike, so all of them ask the same questions.
-        problem = broadcast_from_process0(f"owner{next(_questions)}", problem, timeout=_OWNER_SECONDS)
+        problem = broadcast_from_process0(
+            f"owner{next(_questions)}", problem, timeout=_OWNER_SECONDS
+        )
         if problem:
             raise ConfigError(problem, key="run_name")
-        if shared and not is_bucket(folder) and (problem := first_problem(_invisible(folder))):
+        if (
+            shared
+            and not is_bucket(folder)
+            and (problem := first_problem(_invisible(folder)))
+        ):
             raise ConfigError(problem, key="base_output_directory")
         yield
 
@@ -73,7 +81,10 @@ def require_owner(folder: Path, *, seconds: float = _STEP_SECONDS) -> None:
         owner = find_owner(seconds)
     if owner is not None:
         reason = f"this one was paused or cut off for longer than {STALE_SECONDS:g} s, or {LOCK_FILE} was deleted"
-        raise ConfigError(f"another process took over {folder}: {_words(owner)}; {reason}, and ends", key="run_name")
+        raise ConfigError(
+            f"another process took over {folder}: {_words(owner)}; {reason}, and ends",
+            key="run_name",
+        )
 
 
 def _invisible(folder: Path) -> str:
@@ -81,11 +92,19 @@ def _invisible(folder: Path) -> str:
 
     def owner() -> dict[str, Any]:
         with contextlib.suppress(OSError):
-            return {name: value for name, value in (_read(folder / LOCK_FILE) or {}).items() if name != "beat"}
+            return {
+                name: value
+                for name, value in (_read(folder / LOCK_FILE) or {}).items()
+                if name != "beat"
+            }
         return {}
 
     is_owned = is_primary() and absolute_path(folder) in _held
-    expected = json.loads(broadcast_from_process0(f"shared{next(_questions)}", json.dumps(owner() if is_owned else {})))
+    expected = json.loads(
+        broadcast_from_process0(
+            f"shared{next(_questions)}", json.dumps(owner() if is_owned else {})
+        )
+    )
     end = time.monotonic() + _VISIBLE_SECONDS
     while expected and owner() != expected:
         if time.monotonic() > end:
@@ -119,7 +138,9 @@ def _own(folder: Path, only_existing: bool, held: contextlib.ExitStack) -> str:
 
 
 def _words(owner: dict[str, Any]) -> str:
-    return f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
+    return (
+        f"{owner.get('host')}, process {owner.get('pid')}, since {owner.get('since')}"
+    )
 
 
 def _lock(path: Path, held: contextlib.ExitStack) -> FindOwner:
@@ -182,7 +203,9 @@ class _Lease:
 
     def __init__(self, path: Path) -> None:
         self.token = uuid.uuid4().hex
-        self.thread = threading.Thread(target=self._renew_again, name="rampup-run-lock", daemon=True)
+        self.thread = threading.Thread(
+            target=self._renew_again, name="rampup-run-lock", daemon=True
+        )
         self._path = path
         self._content = {**_identity(), "token": self.token}
         self._beats = itertools.count()
@@ -201,9 +224,15 @@ class _Lease:
         """Return who has the lease instead. One that may have run out is renewed first, which takes `seconds` at most."""
 
         def is_known() -> bool:
-            return self._owner is not None or time.monotonic() - self._renewal < STALE_SECONDS
+            return (
+                self._owner is not None
+                or time.monotonic() - self._renewal < STALE_SECONDS
+            )
 
-        is_excused = seconds <= _STEP_SECONDS and time.monotonic() - self._excused < STALE_SECONDS
+        is_excused = (
+            seconds <= _STEP_SECONDS
+            and time.monotonic() - self._excused < STALE_SECONDS
+        )
         if not is_known() and not is_excused:
             self._asked.set()
             with self._renewed:
@@ -251,4 +280,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _identity() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }

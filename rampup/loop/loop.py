@@ -30,9 +30,27 @@ from rampup.batch_size.noise_scale import default_half_life
 from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.loop import events
-from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
-from rampup.loop.components import Component, LoopPlan, LoopStep, NoiseAverages, SameRun, ShapeChanges
-from rampup.loop.distributed import StopConsensus, check_reachable, describe_change, watchdog
+from rampup.loop.checkpoint import (
+    CheckpointOptions,
+    Checkpoints,
+    SavedCheckpoint,
+    checkpoint_steps,
+    find_checkpoint,
+)
+from rampup.loop.components import (
+    Component,
+    LoopPlan,
+    LoopStep,
+    NoiseAverages,
+    SameRun,
+    ShapeChanges,
+)
+from rampup.loop.distributed import (
+    StopConsensus,
+    check_reachable,
+    describe_change,
+    watchdog,
+)
 from rampup.loop.lock import own_run, require_owner
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (
@@ -64,22 +82,30 @@ class Summary:
     final_loss: float | None  #: loss of the last step
     num_compilations: int  #: executables built for the training step in this launch
     ramp_steps: int  #: of these steps, those before the last phase
-    tokens_per_second: float | None  #: of all processes, in this launch without its first step; None if it did no other
+    tokens_per_second: (
+        float | None
+    )  #: of all processes, in this launch without its first step; None if it did no other
     checkpoint: str | None  #: folder of the newest checkpoint
     metrics: str  #: the metrics file
     interrupted: bool  #: whether a signal ended the run early
     resumed_from: int  #: steps that earlier launches of the run had done
     seconds: float = 0.0  #: duration of this launch, compilation included
-    first_eval_loss: float | None = None  #: of the first evaluation of the run; None without evaluation
+    first_eval_loss: float | None = (
+        None  #: of the first evaluation of the run; None without evaluation
+    )
     final_eval_loss: float | None = None  #: of the last one
-    batch_size_schedule: str | None = None  #: with `auto`, the schedule that was used, or is advised
+    batch_size_schedule: str | None = (
+        None  #: with `auto`, the schedule that was used, or is advised
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalOptions:
     """When a run evaluates, and how."""
 
-    evaluate: Callable[[Any], Mapping[str, float]]  #: called with a state; returns its metrics, `eval_loss` among them
+    evaluate: Callable[
+        [Any], Mapping[str, float]
+    ]  #: called with a state; returns its metrics, `eval_loss` among them
     eval_interval: int  #: steps between evaluations; the last step is always evaluated
     at_start: bool = False  #: also evaluate the state of step 0, as step -1
 
@@ -113,7 +139,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
-        brought: list[Component] = [ShapeChanges(self.step, self.folder), SameRun(self.step)]
+        brought: list[Component] = [
+            ShapeChanges(self.step, self.folder),
+            SameRun(self.step),
+        ]
         if getattr(self.step, "measures_noise", False):
             # A step that measures is a TrainStep, and its plan a RampPlan.
             brought.append(NoiseAverages(default_half_life(self.plan)))  # type: ignore[arg-type]
@@ -130,12 +159,16 @@ class Loop:
             RampupError: another process trains in the folder; see `restore` and `train`.
         """
         with self._owned():
-            return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
+            return self.train(
+                *self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER))
+            )
 
     def _owned(self) -> contextlib.AbstractContextManager[None]:
         return own_run(self.folder, shared=bool(self.checkpoints.checkpoint_period))
 
-    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None) -> tuple[Any, int]:
+    def restore(
+        self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None
+    ) -> tuple[Any, int]:
         """Return the state of a checkpoint of this run and the step that follows it; without one, `state` of step 0, and 0.
 
         `ramp_before` is the ramp that the checkpoint was written with, if `plan` continues it with another one.
@@ -147,40 +180,69 @@ class Loop:
             return state, 0
         ramp, found = ramp_before or self.plan.ramp, saved.record
         expected = self._identity(ramp, saved.step)
-        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        changed = {
+            key: (found.get(key), value)
+            for key, value in expected.items()
+            if found.get(key) != value
+        }
         if "fingerprint" in changed:
             rows, _ = changed.pop(RAMP_ROWS, (None, None))
             if rows is not None and (table := ramp.differences(rows)):
                 problem = f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}"
                 fix = "restore the ramp, or train in another folder"
-                raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key="fingerprint")
+                raise ResumeMismatchError(
+                    f"{problem}:\n{table}\n{fix}", key="fingerprint"
+                )
         if changed:
             places = ("in the checkpoint", "here")
-            changes = {key: describe_change(old, new, places, most=NAMED_FILES) for key, (old, new) in changed.items()}
-            table = "\n".join(f"  {key}: {line}" for key, lines in changes.items() for line in lines)
+            changes = {
+                key: describe_change(old, new, places, most=NAMED_FILES)
+                for key, (old, new) in changed.items()
+            }
+            table = "\n".join(
+                f"  {key}: {line}" for key, lines in changes.items() for line in lines
+            )
             problem = f"the checkpoint of step {saved.step} in {self.folder} is of another run"
             fix = "set these keys back, or give the run another run_name"
-            raise ResumeMismatchError(f"{problem}:\n{table}\n{fix}", key=next(iter(changed)))
+            raise ResumeMismatchError(
+                f"{problem}:\n{table}\n{fix}", key=next(iter(changed))
+            )
         for component in self.components:
             component.load(found)
-        with Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints:
-            restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
+        with Checkpoints(
+            self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed
+        ) as checkpoints:
+            restored = self.checkpoints.from_saved(
+                checkpoints.restore(saved, state, self.on_event)
+            )
         # Report a learning rate with which the steps before the checkpoint were not trained.
         rate, step = self.metrics.learning_rate, saved.step - 1
         if rate is not None and saved.step < self.plan.total_steps:
             lines = read_lines_backwards(self.folder / METRICS_FILE)
             last = next((line for line in lines if line["step"] <= step), {})
             before = last.get("learning_rate") if last.get("step") == step else None
-            if before is not None and not math.isclose(before, after := rate(step), rel_tol=1e-6):
+            if before is not None and not math.isclose(
+                before, after := rate(step), rel_tol=1e-6
+            ):
                 length = found.get(SCHEDULE_STEPS)
-                rates = {"before": before, "after": after, "schedule_steps": None if length == self._schedule_steps else length}
-                self.on_event(events.LearningRateChanged(step=step, plan=self.plan, **rates))
+                rates = {
+                    "before": before,
+                    "after": after,
+                    "schedule_steps": None
+                    if length == self._schedule_steps
+                    else length,
+                }
+                self.on_event(
+                    events.LearningRateChanged(step=step, plan=self.plan, **rates)
+                )
         return restored, saved.step
 
     @property
     def _schedule_steps(self) -> int | None:
         """The length of the learning-rate schedule; None if there is none, or if it follows from others as the ramp does."""
-        follows = getattr(self.plan, "seesaw", None) or getattr(self.plan, "budget_samples", None)
+        follows = getattr(self.plan, "seesaw", None) or getattr(
+            self.plan, "budget_samples", None
+        )
         return None if follows else getattr(self.plan, "schedule_steps", None)
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
@@ -195,28 +257,62 @@ class Loop:
         with (
             self._owned(),
             self._report_abort(),
-            Checkpoints(self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed) as checkpoints,
-            stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
+            Checkpoints(
+                self.folder / CHECKPOINT_FOLDER, self.checkpoints, self._storage_failed
+            ) as checkpoints,
+            stop_requests(
+                lambda: self.on_event(events.StopRequested())
+            ) as stop_requested,
             contextlib.closing(
-                Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
+                Metrics(
+                    self.folder,
+                    start,
+                    options=self.metrics,
+                    components=self.components,
+                    on_event=self.on_event,
+                )
             ) as metrics,
         ):
             tokens = self.metrics.tokens_per_sample
-            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=tokens))
-            done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
+            self.on_event(
+                events.RunStarted(
+                    step=start,
+                    folder=self.folder,
+                    plan=self.plan,
+                    tokens_per_sample=tokens,
+                )
+            )
+            done, state, failure, plan = self._train(
+                state, start, stop_requested, checkpoints, metrics
+            )
             interrupted = done < plan.total_steps
             self._flush(metrics)
             # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
             can_save = failure is None or jax.process_count() == 1
-            if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
+            if (
+                interrupted
+                and self.checkpoints.checkpoint_period
+                and done > start
+                and can_save
+            ):
                 self._save(checkpoints, plan, done, state, metrics)
             checkpoints.wait()
         if failure is not None:
             raise failure
         saved = checkpoints.latest
-        self.on_event(events.RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=saved == done))
+        self.on_event(
+            events.RunStopped(
+                steps=done,
+                interrupted=interrupted,
+                folder=self.folder,
+                is_saved=saved == done,
+            )
+        )
         # From the file and not from this process, which may have resumed in the middle of the run.
-        (first, last), (first_eval, last_eval) = (first_and_last_line(self.folder / name) for name in (METRICS_FILE, EVAL_FILE))
+        (first, last), (first_eval, last_eval) = (
+            first_and_last_line(self.folder / name)
+            for name in (METRICS_FILE, EVAL_FILE)
+        )
         return state, Summary(
             steps=done,
             consumed_samples=plan.ramp.samples_before(done),
@@ -240,12 +336,19 @@ class Loop:
         try:
             yield
         except KeyboardInterrupt:
-            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
+            newest = max(
+                checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None
+            )
             self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
             raise
 
     def _train(
-        self, state: Any, start: int, stop_requested: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
+        self,
+        state: Any,
+        start: int,
+        stop_requested: Callable[[], bool],
+        checkpoints: Checkpoints,
+        metrics: Metrics,
     ) -> tuple[int, Any, DataError | None, Any]:
         """Return the steps done, the state after them, the error if a row that cannot be read ended the run, and its plan."""
         period = self.checkpoints.checkpoint_period
@@ -259,26 +362,38 @@ class Loop:
                 found = batches(done)
                 for number, batch in enumerate(found):
                     if number == 0 and period and plan is self.plan:
-                        same_run = next(component for component in self.components if isinstance(component, SameRun))
+                        same_run = next(
+                            component
+                            for component in self.components
+                            if isinstance(component, SameRun)
+                        )
                         same_run.check(found, state, batch)
                     # All processes stop before the same step; one signal is enough.
-                    if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
+                    if stopping.agreed(
+                        self.should_stop() or stop_requested(), batch.position.step
+                    ):
                         self.on_event(events.RunStopping(step=done))
                         break
                     require_owner(self.folder)
                     # The step returns before the devices are done, so only a compilation takes long here.
                     waited = self.step.waited_seconds
                     state, values = self.step(state, batch)
-                    metrics.push(batch.position, values, self.step.waited_seconds - waited)
+                    metrics.push(
+                        batch.position, values, self.step.waited_seconds - waited
+                    )
                     done = batch.position.step + 1
-                    if any(component.may_change_plan(done) for component in self.components):
+                    if any(
+                        component.may_change_plan(done) for component in self.components
+                    ):
                         # The decision takes the metrics of all steps before it.
                         self._flush(metrics)
                         for component in self.components:
                             next_plan = component.next_plan(next_plan)
                     grows = next_plan is not plan
                     is_last = done == plan.total_steps
-                    if self.evaluation and (done % self.evaluation.eval_interval == 0 or is_last):
+                    if self.evaluation and (
+                        done % self.evaluation.eval_interval == 0 or is_last
+                    ):
                         self._evaluate(self.evaluation, plan, done, state, metrics)
                     if period and (done % period == 0 or is_last or grows):
                         self._save(checkpoints, next_plan, done, state, metrics)
@@ -295,18 +410,40 @@ class Loop:
             assert self.batches_of is not None
             plan, batches = next_plan, self.batches_of(next_plan)
 
-    def _evaluate(self, evaluation: EvalOptions, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
+    def _evaluate(
+        self,
+        evaluation: EvalOptions,
+        plan: LoopPlan,
+        done: int,
+        state: Any,
+        metrics: Metrics,
+    ) -> None:
         self._flush(metrics)
-        values = {"step": done - 1, "consumed_samples": plan.ramp.samples_before(done), **evaluation.evaluate(state)}
+        values = {
+            "step": done - 1,
+            "consumed_samples": plan.ramp.samples_before(done),
+            **evaluation.evaluate(state),
+        }
         metrics.write_eval(values)
         self.on_event(events.Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()
 
-    def _save(self, checkpoints: Checkpoints, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
+    def _save(
+        self,
+        checkpoints: Checkpoints,
+        plan: LoopPlan,
+        done: int,
+        state: Any,
+        metrics: Metrics,
+    ) -> None:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
         if self._flush(metrics):
             record = self._identity(plan.ramp, done)
-            record |= {} if self._schedule_steps is None else {SCHEDULE_STEPS: self._schedule_steps}
+            record |= (
+                {}
+                if self._schedule_steps is None
+                else {SCHEDULE_STEPS: self._schedule_steps}
+            )
             for component in self.components:
                 record |= component.state()
             record |= self.checkpoints.extra_metadata
@@ -332,7 +469,10 @@ class Loop:
 
     def _identity(self, ramp: Any, step: int) -> dict[str, Any]:
         """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
-        position = {"consumed_samples": ramp.samples_before(step), "fingerprint": ramp.fingerprint}
+        position = {
+            "consumed_samples": ramp.samples_before(step),
+            "fingerprint": ramp.fingerprint,
+        }
         return {**position, **self.checkpoints.identity, RAMP_ROWS: ramp.to_rows()}
 
 
@@ -353,11 +493,19 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
         nonlocal requested
         requested = True
         restore()
-        with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
-            threading.Thread(target=on_request, daemon=True).start()  # the main thread may hold any lock
+        with contextlib.suppress(
+            RuntimeError
+        ):  # The system has no thread left; the run stops all the same.
+            threading.Thread(
+                target=on_request, daemon=True
+            ).start()  # the main thread may hold any lock
 
     with contextlib.suppress(ValueError):  # Only the main thread may handle signals.
-        for number in (signal.SIGINT, signal.SIGTERM) if events.ctrl_c_stops.get() else (signal.SIGTERM,):
+        for number in (
+            (signal.SIGINT, signal.SIGTERM)
+            if events.ctrl_c_stops.get()
+            else (signal.SIGTERM,)
+        ):
             actions[number] = ctypes.create_string_buffer(_SIGACTION_BYTES)
             system.sigaction(number, None, actions[number])
             before[number] = signal.signal(number, request)
@@ -369,24 +517,44 @@ def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]
 
 
 def run_in_folder(
-    config: Any, make: Callable[[SavedCheckpoint | None], Any], train: Callable[[Any, Path], Any], *, heartbeat_timeout: float
+    config: Any,
+    make: Callable[[SavedCheckpoint | None], Any],
+    train: Callable[[Any, Path], Any],
+    *,
+    heartbeat_timeout: float,
 ) -> Any:
     """Make a run, new or from a checkpoint, and train it in its folder; one without a name gets a new folder.
 
     `make` refuses what it can refuse: no folder is made before it returns. For `heartbeat_timeout` see `watchdog`.
     """
-    from rampup.engine.compile import enable_compilation_cache  # not above: a loop of one's own does without
+    from rampup.engine.compile import (
+        enable_compilation_cache,  # not above: a loop of one's own does without
+    )
 
     check_joined()
     check_reachable()
     enable_compilation_cache(config.jax_cache_dir)
-    folder = as_path(config.base_output_directory) / config.run_name if config.run_name else None
+    folder = (
+        as_path(config.base_output_directory) / config.run_name
+        if config.run_name
+        else None
+    )
     # Owned before its checkpoint is read: a process that is still training would write newer ones.
     is_shared = config.enable_checkpointing
-    owned = contextlib.nullcontext() if folder is None else own_run(folder, only_existing=True, shared=is_shared)
+    owned = (
+        contextlib.nullcontext()
+        if folder is None
+        else own_run(folder, only_existing=True, shared=is_shared)
+    )
     with watchdog(heartbeat_timeout), owned:
-        run = make(None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER))
-        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
+        run = make(
+            None if folder is None else find_checkpoint(folder / CHECKPOINT_FOLDER)
+        )
+        name = (
+            str(run_folder(config.base_output_directory, config.run_name))
+            if is_primary()
+            else ""
+        )
         folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
             return train(run, folder)

@@ -21,16 +21,32 @@ import numpy as np
 from rampup.engine.processes import is_primary
 from rampup.errors import MissingDependencyError, NonFiniteError, StorageError
 from rampup.loop.components import Component
-from rampup.loop.events import OnEvent, PhaseStarted, StepDone, StepSkipped, StorageFailed
+from rampup.loop.events import (
+    OnEvent,
+    PhaseStarted,
+    StepDone,
+    StepSkipped,
+    StorageFailed,
+)
 from rampup.loop.lock import require_owner
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, StepLog, describe_gaps, is_bucket, read_lines_backwards
+from rampup.loop.run_folder import (
+    EVAL_FILE,
+    METRICS_FILE,
+    StepLog,
+    describe_gaps,
+    is_bucket,
+    read_lines_backwards,
+)
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import PlanPosition
 
 IN_FLIGHT = 2  # steps whose metrics stay on the devices, so that the host does not wait for them
 NAMED_ROWS = 3  # of a skipped step, in an error message
 TENSORBOARD_FOLDER = "tensorboard"
-_NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("wandb_project", "wandb")}
+_NEEDED_BY = {
+    "tensorboardX": ("enable_tensorboard", "tensorboard"),
+    "wandb": ("wandb_project", "wandb"),
+}
 
 
 class MetricWriter(Protocol):
@@ -71,18 +87,33 @@ class Metrics:
     """Fetches each step's metrics two steps later, and replaces the lines from the first step of this launch on."""
 
     def __init__(
-        self, folder: Path, start: int, *, options: MetricOptions, components: Sequence[Component], on_event: OnEvent
+        self,
+        folder: Path,
+        start: int,
+        *,
+        options: MetricOptions,
+        components: Sequence[Component],
+        on_event: OnEvent,
     ) -> None:
         self._options = options
         self._components = components
         self._on_event = on_event
         # The lines of the steps that were skipped in a row, from those just before this launch on.
-        before = itertools.dropwhile(lambda line: line["step"] >= start, read_lines_backwards(folder / METRICS_FILE))
-        self._skipped = list(itertools.takewhile(lambda line: line.get("skipped"), before))[::-1]
+        before = itertools.dropwhile(
+            lambda line: line["step"] >= start,
+            read_lines_backwards(folder / METRICS_FILE),
+        )
+        self._skipped = list(
+            itertools.takewhile(lambda line: line.get("skipped"), before)
+        )[::-1]
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         # A minute: a lease of which nothing was heard for a while is renewed first.
         owned = functools.partial(require_owner, folder, seconds=60)
-        log: dict[str, Any] = {"writes": is_primary(), "on_event": on_event, "before_upload": owned}
+        log: dict[str, Any] = {
+            "writes": is_primary(),
+            "on_event": on_event,
+            "before_upload": owned,
+        }
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, **log)
         if is_primary() and (problem := describe_gaps(folder / METRICS_FILE, start)):
             on_event(StorageFailed(problem=problem))
@@ -133,11 +164,25 @@ class Metrics:
 
     def _write_oldest(self, *, flushing: bool = False) -> None:
         position, values, compile_seconds, between = self._waiting.popleft()
-        known = ("loss", "loss_parts", "grad_norm", "skipped", "facts", "gradient_noise")
+        known = (
+            "loss",
+            "loss_parts",
+            "grad_norm",
+            "skipped",
+            "facts",
+            "gradient_noise",
+        )
         fetched = {name: values[name] for name in known if name in values}
-        leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(values.get("aux")) if getattr(leaf, "ndim", 0) == 0]
+        leaves = [
+            (path, leaf)
+            for path, leaf in jax.tree.leaves_with_path(values.get("aux"))
+            if getattr(leaf, "ndim", 0) == 0
+        ]
         if leaves:
-            fetched["aux"] = {jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf for path, leaf in leaves}
+            fetched["aux"] = {
+                jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf
+                for path, leaf in leaves
+            }
         if fetched.keys() & {"aux", "gradient_noise"}:
             fetched["weight"] = values["weight"]
         # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.
@@ -154,13 +199,26 @@ class Metrics:
             "phase": position.phase.index,
             "global_batch_size": size,
             "loss": finite_or_none(values["loss"]),
-            **({} if options.learning_rate is None else {"learning_rate": options.learning_rate(position.step)}),
+            **(
+                {}
+                if options.learning_rate is None
+                else {"learning_rate": options.learning_rate(position.step)}
+            ),
             "step_seconds": round(step_seconds, 6),
-            "tokens_per_second": round(size * options.tokens_per_sample / step_seconds, 3),
+            "tokens_per_second": round(
+                size * options.tokens_per_sample / step_seconds, 3
+            ),
             "microbatch_size": position.split.microbatch_size,
         }
-        record |= {f"loss/{part}": finite_or_none(mean) for part, mean in enumerate(values.get("loss_parts", ()))}
-        record |= {"grad_norm": finite_or_none(values["grad_norm"])} if "grad_norm" in values else {}
+        record |= {
+            f"loss/{part}": finite_or_none(mean)
+            for part, mean in enumerate(values.get("loss_parts", ()))
+        }
+        record |= (
+            {"grad_norm": finite_or_none(values["grad_norm"])}
+            if "grad_norm" in values
+            else {}
+        )
         if options.flops_per_sample is not None:
             # Imported here: a run that does not know its operations needs no table of TPUs.
             from rampup.plan.topology import peak_flops
@@ -172,14 +230,22 @@ class Metrics:
             # peak is that of bfloat16 whatever type the model computes in.
             record |= {} if peak is None else {"mfu": round(flops / peak, 6)}
         # Readers of throughput skip the steps that have it.
-        record |= {"compile_seconds": round(compile_seconds, 6)} if compile_seconds else {}
+        record |= (
+            {"compile_seconds": round(compile_seconds, 6)} if compile_seconds else {}
+        )
         record |= {"skipped": True} if values.get("skipped", False) else {}
         for component in self._components:
             record |= component.after_step(record, values)
         # Means, as the loss is one: the sums over the step's rows, by the step's weight, of several parts the first.
         weight = float(np.ravel(values.get("weight", 0))[0])
-        means = {name: finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
-        record |= {f"aux/{name}" if name in record else name: mean for name, mean in means.items()} | facts
+        means = {
+            name: finite_or_none(value / weight) if weight else None
+            for name, value in values.get("aux", {}).items()
+        }
+        record |= {
+            f"aux/{name}" if name in record else name: mean
+            for name, mean in means.items()
+        } | facts
         self._log.write(record)
         write_numbers(self._writers, record)
         # The first step includes the start of the run and is no measure of its speed.
@@ -200,7 +266,11 @@ class Metrics:
             for line in self._skipped[-NAMED_ROWS:]:
                 rows = options.describe_rows(line["step"])
                 end = line["consumed_samples"]
-                more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
+                more = (
+                    f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)"
+                    if len(rows) > NAMED_ROWS
+                    else ""
+                )
                 table += f"\n  step {line['step']}: samples {end - line['global_batch_size']:,} to {end - 1:,}"
                 table += f": {', '.join(rows[:NAMED_ROWS])}{more}" if rows else ""
             problem = f"the loss or the gradient of step {', '.join(map(str, steps[-10:]))} was not finite"
@@ -221,7 +291,11 @@ class TensorBoardWriter:
         self._folder = folder
         self._start = start
         self._number = itertools.count()
-        self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-")) if is_bucket(folder) else folder
+        self._local = (
+            Path(tempfile.mkdtemp(prefix="rampup-tensorboard-"))
+            if is_bucket(folder)
+            else folder
+        )
         self._file: Any = None
         self._problem: OSError | None = None
 
@@ -229,7 +303,10 @@ class TensorBoardWriter:
         """Take the numbers of a step. Numbers that a full disk refuses are lost, and `flush` raises an error."""
         from tensorboardX.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars.items()
+        ]
         self._attempt(lambda: self._write(step, summary=Summary(value=values)))
 
     def flush(self) -> None:
@@ -238,7 +315,9 @@ class TensorBoardWriter:
             self._attempt(self._upload)
         problem, self._problem = self._problem, None
         if problem is not None:
-            raise StorageError(f"{self._folder} cannot be written: {problem.strerror or problem}") from problem
+            raise StorageError(
+                f"{self._folder} cannot be written: {problem.strerror or problem}"
+            ) from problem
 
     def close(self) -> None:
         """Write everything and close the file."""
@@ -257,10 +336,14 @@ class TensorBoardWriter:
         if self._file is None:
             self._local.mkdir(parents=True, exist_ok=True)
             number = next(self._number)
-            self._file = EventsWriter(str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}")
+            self._file = EventsWriter(
+                str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}"
+            )
             # This event makes TensorBoard hide the earlier values of this step and later ones.
             if number == 0 and self._start:
-                self._write(self._start, session_log=SessionLog(status=SessionLog.START))
+                self._write(
+                    self._start, session_log=SessionLog(status=SessionLog.START)
+                )
         self._file.write_event(Event(wall_time=time.time(), step=step, **content))
 
     def _upload(self) -> None:
@@ -281,11 +364,24 @@ class TensorBoardWriter:
 class WandbWriter:
     """Logs to Weights & Biases, under the run's own step numbers. A resumed run continues the W&B run of the folder's name."""
 
-    def __init__(self, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
-        local = tempfile.mkdtemp(prefix="rampup-wandb-") if is_bucket(folder) else str(folder)
+    def __init__(
+        self, folder: Path, *, project: str, config: Mapping[str, Any]
+    ) -> None:
+        local = (
+            tempfile.mkdtemp(prefix="rampup-wandb-")
+            if is_bucket(folder)
+            else str(folder)
+        )
         # W&B continues a run by its id.
-        options = {"name": folder.name, "id": folder.name, "resume": "allow", "dir": local}
-        self._run = required("wandb").init(project=project, config=dict(config), **options)
+        options = {
+            "name": folder.name,
+            "id": folder.name,
+            "resume": "allow",
+            "dir": local,
+        }
+        self._run = required("wandb").init(
+            project=project, config=dict(config), **options
+        )
         # W&B's own step counter refuses to go back, as a run does that was killed after its last checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -308,11 +404,17 @@ def required(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingDependencyError(f"{key} needs {package}: pip install 'rampup[{extra}]'", key=key) from error
+        raise MissingDependencyError(
+            f"{key} needs {package}: pip install 'rampup[{extra}]'", key=key
+        ) from error
 
 
 def write_numbers(writers: Sequence[MetricWriter], record: Mapping[str, Any]) -> None:
     """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the same names."""
-    scalars = {name: float(value) for name, value in record.items() if name != "step" and isinstance(value, (int, float))}
+    scalars = {
+        name: float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, (int, float))
+    }
     for writer in writers:
         writer.write_scalars(record["step"], scalars)

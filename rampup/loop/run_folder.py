@@ -28,13 +28,17 @@ from rampup.loop.events import OnEvent, StorageFailed, ignore_event
 
 CONFIG_FILE = "config.yml"  # of the last start whose checkpoint was accepted
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
-PREDICTION_FILE = "prediction.json"  # what `rampup design --write` has predicted for the run
+PREDICTION_FILE = (
+    "prediction.json"  # what `rampup design --write` has predicted for the run
+)
 # `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 UPLOAD_SECONDS = 60.0  # an object in a bucket is written again as a whole
 PATIENCE_SECONDS = 300.0  # for a bucket that is away
 RETRY_SECONDS = 5.0
-TAIL_BYTES = 2**20  # read at once from the end of a file; in a bucket, a part of a file that has as many is full
+TAIL_BYTES = (
+    2**20
+)  # read at once from the end of a file; in a bucket, a part of a file that has as many is full
 CHECKPOINT_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged_checkpoints"
 
@@ -83,9 +87,18 @@ class StepLog:
                 aside = path.with_name(f"damaged_{path.name}")
                 lines = list(_parsed_lines(path))
                 damaged = b"".join(line for _, line, record in lines if record is None)
-                write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + damaged)
+                write_whole(
+                    aside, (aside.read_bytes() if aside.exists() else b"") + damaged
+                )
                 for part in _parts(path):
-                    write_whole(part, b"".join(line for own, line, record in lines if own == part and record is not None))
+                    write_whole(
+                        part,
+                        b"".join(
+                            line
+                            for own, line, record in lines
+                            if own == part and record is not None
+                        ),
+                    )
                 problem = f"{problem}; moved to {aside}, so that the steps of these lines are missing"
                 on_event(StorageFailed(problem=problem))
                 self._part, start, kept, _ = _end_of_kept(path, keep_below)
@@ -97,14 +110,18 @@ class StepLog:
                 self._content = kept
                 self._part.write_bytes(kept)
             else:
-                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                self._file = os.open(
+                    path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                )
                 # The kept lines are in the file already. Only the last newline may be missing, if a crash cut it off.
                 missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
                 os.ftruncate(self._file, start + len(kept) - missing)
                 self._unwritten = b"\n" * missing
                 self._store()
         except OSError as error:
-            raise StorageError(f"{path} cannot be {done}: {error.strerror or error}") from error
+            raise StorageError(
+                f"{path} cannot be {done}: {error.strerror or error}"
+            ) from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
@@ -114,9 +131,14 @@ class StepLog:
             if self._file is not None:
                 with contextlib.suppress(OSError):
                     self._store()
-            elif time.monotonic() - self._uploaded >= UPLOAD_SECONDS and not self._uploading.locked():
+            elif (
+                time.monotonic() - self._uploaded >= UPLOAD_SECONDS
+                and not self._uploading.locked()
+            ):
                 # A bucket that is away takes half a minute to say so, and training does not wait for it.
-                threading.Thread(target=self._upload_quietly, name="rampup-upload", daemon=True).start()
+                threading.Thread(
+                    target=self._upload_quietly, name="rampup-upload", daemon=True
+                ).start()
 
     def sync(self) -> None:
         """Wait until every line is on disk, or raise a StorageError: the lines stay in memory, unless the file is gone."""
@@ -128,11 +150,15 @@ class StepLog:
                     # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
                     os.fsync(self._file)
                     if not os.fstat(self._file).st_nlink:
-                        raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
+                        raise FileNotFoundError(
+                            errno.ENOENT, "it was deleted or replaced during the run"
+                        )
                 return
             except OSError as error:
                 if self._file is not None or time.monotonic() > end:
-                    raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+                    raise StorageError(
+                        f"{self.path} cannot be written: {error.strerror or error}"
+                    ) from error
                 time.sleep(RETRY_SECONDS)
 
     def close(self) -> None:
@@ -158,7 +184,9 @@ class StepLog:
             self._before_upload()
             if len(self._content) >= TAIL_BYTES:
                 number = _part_number(self._part) + 1
-                self._part = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}")
+                self._part = self.path.with_name(
+                    f"{self.path.stem}-{number:03}{self.path.suffix}"
+                )
                 self._content = b""
             self._part.write_bytes(self._content + new)
             self._content += new
@@ -177,7 +205,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
     """Yield what `read_lines` yields, the last line first. A caller that stops early has read only the end of the file."""
-    return (record for _, _, lines in _blocks_backwards(path) for _, record in reversed(lines) if record is not None)
+    return (
+        record
+        for _, _, lines in _blocks_backwards(path)
+        for _, record in reversed(lines)
+        if record is not None
+    )
 
 
 def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -185,24 +218,46 @@ def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return next(read_lines(path), {}), next(read_lines_backwards(path), {})
 
 
-def measured_throughput(folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None) -> dict[int, Fraction]:
+def measured_throughput(
+    folder: str | Path, lines: Iterable[Mapping[str, Any]] | None = None
+) -> dict[int, Fraction]:
     """Return the median tokens per second of a run by global batch size, in samples, or refuse a run without any.
 
     Steps that compiled count only if there are no others of their size. `lines` are those of its metrics, if they are read.
     """
     file = as_path(folder) / METRICS_FILE
     if not file.is_file():
-        raise ConfigError("cannot read the run's metrics: no such file", key="measured", path=str(file))
-    rates: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        raise ConfigError(
+            "cannot read the run's metrics: no such file",
+            key="measured",
+            path=str(file),
+        )
+    rates: defaultdict[int, tuple[list[float], list[float]]] = defaultdict(
+        lambda: ([], [])
+    )
     for record in read_lines(file) if lines is None else lines:
         size: Any = record.get("global_batch_size")
         rate: Any = record.get("tokens_per_second")
-        if type(size) is int and type(rate) in (int, float) and 0 < size < 1e18 and 0 < rate < 1e18:
+        if (
+            type(size) is int
+            and type(rate) in (int, float)
+            and 0 < size < 1e18
+            and 0 < rate < 1e18
+        ):
             # The first step compiles too, even if it took its program from the cache.
-            rates[size][record["step"] == 0 or "compile_seconds" in record].append(float(rate))
+            rates[size][record["step"] == 0 or "compile_seconds" in record].append(
+                float(rate)
+            )
     if not rates:
-        raise ConfigError("no line has a global_batch_size and its tokens_per_second", key="measured", path=str(file))
-    return {size: Fraction(statistics.median_low(steady or compiled)) for size, (steady, compiled) in sorted(rates.items())}
+        raise ConfigError(
+            "no line has a global_batch_size and its tokens_per_second",
+            key="measured",
+            path=str(file),
+        )
+    return {
+        size: Fraction(statistics.median_low(steady or compiled))
+        for size, (steady, compiled) in sorted(rates.items())
+    }
 
 
 def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
@@ -211,7 +266,10 @@ def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
     if type(value) is int and 0 <= value < 10**18:
         return value
     place = f"{name}, step {row['step']} of its {METRICS_FILE}"
-    raise DataError(f"{place}: {key}={reprlib.repr(value)} is not a whole number below 1e18", key=key)
+    raise DataError(
+        f"{place}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
+        key=key,
+    )
 
 
 def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
@@ -222,7 +280,11 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
     is_damaged = False
     for part, start, lines in _blocks_backwards(path):  # noqa: B007 - those of the last iteration are returned
         is_damaged |= any(record is None for _, record in lines)
-        kept = b"".join(line.rstrip(b"\n") + b"\n" for line, record in lines if record and record["step"] < keep_below)
+        kept = b"".join(
+            line.rstrip(b"\n") + b"\n"
+            for line, record in lines
+            if record and record["step"] < keep_below
+        )
         if kept:
             break
     return part, start, kept, is_damaged
@@ -230,8 +292,16 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
 
 def describe_damage(path: Path) -> str:
     """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence, or ""; not a last one without an end."""
-    numbers = [str(number) for number, (_, _, record) in enumerate(_parsed_lines(path), start=1) if record is None]
-    found = f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {', '.join(numbers[:10])} are"
+    numbers = [
+        str(number)
+        for number, (_, _, record) in enumerate(_parsed_lines(path), start=1)
+        if record is None
+    ]
+    found = (
+        f"line {numbers[0]} is"
+        if len(numbers) == 1
+        else f"lines {', '.join(numbers[:10])} are"
+    )
     more = f" (and {len(numbers) - 10} more)" if len(numbers) > 10 else ""
     return f"{path} is damaged: {found} not JSON with a step{more}" if numbers else ""
 
@@ -241,20 +311,37 @@ def describe_gaps(path: Path, steps: int) -> str:
     lines = 0
     for part in _parts(path):
         with part.open("rb") as file:
-            lines += sum(block.count(b"\n") for block in iter(lambda: file.read(TAIL_BYTES), b""))
+            lines += sum(
+                block.count(b"\n") for block in iter(lambda: file.read(TAIL_BYTES), b"")
+            )
     if lines == steps:  # counted, as parsing takes long
         return ""
     missing = sorted(set(range(steps)) - {line["step"] for line in read_lines(path)})
-    gaps = [[step for _, step in gap] for _, gap in itertools.groupby(enumerate(missing), lambda pair: pair[1] - pair[0])]
-    named = [f"step {gap[0]}" if len(gap) == 1 else f"steps {gap[0]} to {gap[-1]}" for gap in gaps[:10]]
+    gaps = [
+        [step for _, step in gap]
+        for _, gap in itertools.groupby(
+            enumerate(missing), lambda pair: pair[1] - pair[0]
+        )
+    ]
+    named = [
+        f"step {gap[0]}" if len(gap) == 1 else f"steps {gap[0]} to {gap[-1]}"
+        for gap in gaps[:10]
+    ]
     more = f" (and {len(gaps) - 10} more gaps)" if len(gaps) > 10 else ""
-    return f"{path} has no line of {', '.join(named)}{more}, which came before this start" if gaps else ""
+    return (
+        f"{path} has no line of {', '.join(named)}{more}, which came before this start"
+        if gaps
+        else ""
+    )
 
 
 def _parts(path: Path) -> list[Path]:
     """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket any number."""
     later = path.parent.glob(f"{path.stem}-*{path.suffix}") if is_bucket(path) else ()
-    return [*([path] if path.exists() else []), *sorted((part for part in later if _part_number(part)), key=_part_number)]
+    return [
+        *([path] if path.exists() else []),
+        *sorted((part for part in later if _part_number(part)), key=_part_number),
+    ]
 
 
 def _part_number(part: Path) -> int:
@@ -282,7 +369,9 @@ def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | Non
             yield line, None
 
 
-def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
+def _blocks_backwards(
+    path: Path,
+) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
     """Yield (part, start, lines as `_parse` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
     for part in reversed(_parts(path)):
         with part.open("rb") as file:
@@ -296,7 +385,11 @@ def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes,
                 first = (content.find(b"\n") + 1 or len(content)) if start else 0
                 rest, content, end = content[:first], content[first:], start
                 if content:
-                    yield part, start + first, list(_parse(content.splitlines(keepends=True)))
+                    yield (
+                        part,
+                        start + first,
+                        list(_parse(content.splitlines(keepends=True))),
+                    )
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -313,7 +406,9 @@ def write_whole(file: Path, content: bytes) -> None:
             os.fsync(opened.fileno())
         os.replace(temporary, file)
     except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}") from error
+        raise StorageError(
+            f"{file} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def run_folder(base: str, name: str) -> Path:
@@ -326,7 +421,9 @@ def run_folder(base: str, name: str) -> Path:
             return folder
         except FileExistsError:
             if name:
-                raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
+                raise ConfigError(
+                    f"{folder} exists and is not a folder", key="run_name"
+                ) from None
         except OSError as error:
             problem = f"cannot make the folder {folder}: {error.strerror or error}"
             raise ConfigError(problem, key="base_output_directory") from None
@@ -350,4 +447,6 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
 def absolute_path(path: str | os.PathLike[str], *, follow: bool = True) -> Path:
     """Return an absolute path; `follow` resolves symbolic links. The URL of a bucket stays as it is."""
     found = as_path(path)
-    return found if is_bucket(found) else found.resolve() if follow else found.absolute()
+    return (
+        found if is_bucket(found) else found.resolve() if follow else found.absolute()
+    )

@@ -37,7 +37,13 @@ def describe_plan(plan: RampPlan) -> str:
     """Return the summary, the table of phases and the advice as lines, with the middle of a long table left out."""
 
     def cell(value: int | float | str | None) -> str:
-        return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+        return (
+            f"{value:,}"
+            if isinstance(value, int)
+            else f"{value:,.4g}"
+            if isinstance(value, float)
+            else str(value)
+        )
 
     rows = phase_table(plan)
     half = MAX_PRINTED_PHASES // 2
@@ -45,16 +51,27 @@ def describe_plan(plan: RampPlan) -> str:
     if len(rows) > 2 * half:
         cells[half + 1 : -half] = [["..."] * len(rows[0])]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    loaded = [] if (rows_to_load := loading(plan)) is None else [f"loading: {rows_to_load}"]
-    return "\n".join([*summary(plan), *table, *loaded, *(f"note: {note}" for note in advice(plan))])
+    table = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in cells
+    ]
+    loaded = (
+        [] if (rows_to_load := loading(plan)) is None else [f"loading: {rows_to_load}"]
+    )
+    return "\n".join(
+        [*summary(plan), *table, *loaded, *(f"note: {note}" for note in advice(plan))]
+    )
 
 
 def summary(plan: RampPlan) -> tuple[str, str]:
     """Return two lines: the run, and its ramp."""
     replicas = plan.splitter.data_parallel_size
     devices = f"{plan.num_devices:,} device{'s' * (plan.num_devices > 1)}"
-    length = f"{plan.total_steps:,} steps" if plan.budget_samples is None else f"{plan.budget_samples:,} samples"
+    length = (
+        f"{plan.total_steps:,} steps"
+        if plan.budget_samples is None
+        else f"{plan.budget_samples:,} samples"
+    )
     run = f"{devices}, data parallel {replicas:,}, {length}"
     if not plan.follows:
         run += f", {plan.consumed_samples:,} samples"
@@ -69,8 +86,14 @@ def _ramp_summary(plan: RampPlan) -> str:
         possible = [f"{size:,}" for size in plan.auto["sizes"]]
         listed = " or ".join(filter(None, [", ".join(possible[:-1]), possible[-1]]))
         if plan.follows:
-            ends = [(plan.auto[f"min_{unit}"], plan.auto[f"max_{unit}"]) for unit in ("steps", "samples")]
-            steps, samples = (f"{least:,}" if least == most else f"{least:,} to {most:,}" for least, most in ends)
+            ends = [
+                (plan.auto[f"min_{unit}"], plan.auto[f"max_{unit}"])
+                for unit in ("steps", "samples")
+            ]
+            steps, samples = (
+                f"{least:,}" if least == most else f"{least:,} to {most:,}"
+                for least, most in ends
+            )
             return f"auto: {listed} samples, by the measured noise scale; {steps} steps and {samples} samples"
         return f"{constant}; auto only advises: {listed} samples, by the measured noise scale"
     if len(sizes) == 1:
@@ -82,9 +105,15 @@ def _ramp_summary(plan: RampPlan) -> str:
 
 def phase_table(plan: RampPlan) -> list[dict[str, int | float | str | None]]:
     """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
-    left_out = set() if plan.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
+    left_out = (
+        set()
+        if plan.splitter.num_stages > 1
+        else {"num_pipeline_microbatches", "bubble_fraction"}
+    )
     left_out |= set() if plan.scales_learning_rate else {"learning_rate_scale"}
-    titles = {name: title for name, title in PHASE_TITLES.items() if name not in left_out}
+    titles = {
+        name: title for name, title in PHASE_TITLES.items() if name not in left_out
+    }
     rows: list[dict[str, int | float | str | None]] = [
         {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}
         for phase, row in zip(plan.ramp.phases, plan.phase_rows(), strict=True)
@@ -111,7 +140,11 @@ def loading(plan: RampPlan) -> str | None:
         hosts = plain_number(1 / factor)
         turns = f"MaxText's loaders of {hosts} times as many hosts take turns"
         return f"{rows}: {turns}; rampup trains only with -1 or from 1 on"
-    return f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others" if factor > 1 else rows
+    return (
+        f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others"
+        if factor > 1
+        else rows
+    )
 
 
 def advice(plan: RampPlan) -> tuple[str, ...]:
@@ -125,42 +158,75 @@ def advice(plan: RampPlan) -> tuple[str, ...]:
         )
     if plan.follows and not plan.scales_learning_rate:
         kept = "learning_rate_batch_scaling=none keeps the learning rate as it is while the batch grows"
-        notes.append(f"{kept}, which can take more steps than a batch that does not grow")
+        notes.append(
+            f"{kept}, which can take more steps than a batch that does not grow"
+        )
     final = plan.splits[-1]
     size = plan.ramp.sizes[-1]
     largest = plan.splitter.largest_microbatch(size)
-    if plan.splitter.rampup_microbatch == "fixed" and largest >= 8 * final.microbatch_size:
+    if (
+        plan.splitter.rampup_microbatch == "fixed"
+        and largest >= 8 * final.microbatch_size
+    ):
         passes = size // (final.data_parallel_size * largest)
         fixed = f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs"
         other = f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost of a second compilation"
         notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
     candidates = plan.pipeline_candidates
-    used = next((candidate for candidate in candidates if candidate.microbatch_size == final.microbatch_size), None)
-    if used is not None and (best := candidates[0]).predicted_time <= Fraction(19, 20) * used.predicted_time:
+    used = next(
+        (
+            candidate
+            for candidate in candidates
+            if candidate.microbatch_size == final.microbatch_size
+        ),
+        None,
+    )
+    if (
+        used is not None
+        and (best := candidates[0]).predicted_time
+        <= Fraction(19, 20) * used.predicted_time
+    ):
         gain = float(1 - best.predicted_time / used.predicted_time)
         faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
         cost = f"if a pipeline tick has a fixed cost of {float(plan.assumed_tick_overhead):g} samples"
         notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
-    if final.num_microbatches > 1 and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1:
+    if (
+        final.num_microbatches > 1
+        and plan.splitter.data_parallel_size == plan.splitter.num_stages == 1
+    ):
         fewer = "a smaller batch with its own adam_b2 learns more per sample (Marek et al. 2025, arXiv 2507.07101)"
-        notes.append(f"one replica accumulates {final.num_microbatches} microbatches, which saves no communication; {fewer}")
+        notes.append(
+            f"one replica accumulates {final.num_microbatches} microbatches, which saves no communication; {fewer}"
+        )
     if plan.splitter.whole_batch:
         sizes = {split.microbatch_size for split in plan.splits}
         programs = f"{len(sizes)} batch size{'s' * (len(sizes) > 1)} compile as many programs, and the run waits for each"
         memory = f"a replica holds the activations of up to {max(sizes):,} samples, as nothing is accumulated"
         notes.append(f"with whole_batch, {programs}; {memory}")
-    unreached = [phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps]
+    unreached = [
+        phase.index
+        for phase in plan.ramp.phases
+        if phase.start_step >= plan.total_steps
+    ]
     if unreached:
-        notes.append(f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those after it")
+        notes.append(
+            f"steps={plan.total_steps:,} ends before phase {unreached[0]} and those after it"
+        )
     after = plan.total_steps - plan.schedule_steps
     if after > 0:
         ends = f"the learning rate's schedule ends after {plan.schedule_steps:,} steps"
-        notes.append(f"{ends}: the other {after:,} have the rate of its end, which is 0 after a whole decay")
+        notes.append(
+            f"{ends}: the other {after:,} have the rate of its end, which is 0 after a whole decay"
+        )
     return tuple(notes)
 
 
 def token_budget(
-    ramp: BatchRamp, *, tokens: int, tokens_per_sample: int, tokens_per_second: Mapping[int, Fraction] | None = None
+    ramp: BatchRamp,
+    *,
+    tokens: int,
+    tokens_per_sample: int,
+    tokens_per_second: Mapping[int, Fraction] | None = None,
 ) -> dict[str, Any]:
     """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
 
@@ -170,7 +236,9 @@ def token_budget(
     for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
         if not 1 <= value <= MAX_COUNT:
             rule = f"{key}={value} must be between 1 and 10**18 tokens"
-            raise RampDefinitionError(rule, key=key, nearest=(1 if value < 1 else MAX_COUNT,))
+            raise RampDefinitionError(
+                rule, key=key, nearest=(1 if value < 1 else MAX_COUNT,)
+            )
     first = ramp.sizes[0]
     final = ramp.sizes[-1]
     samples = -(-tokens // tokens_per_sample)
@@ -179,28 +247,42 @@ def token_budget(
     at_final = -(-samples // final)
     by_size: dict[int, int] = {}
     for phase in ramp.phases:
-        end = steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, steps)
+        end = (
+            steps
+            if phase.num_steps is None
+            else min(phase.start_step + phase.num_steps, steps)
+        )
         if end > phase.start_step:
-            by_size[phase.global_batch_size] = by_size.get(phase.global_batch_size, 0) + end - phase.start_step
+            by_size[phase.global_batch_size] = (
+                by_size.get(phase.global_batch_size, 0) + end - phase.start_step
+            )
     facts: dict[str, Any] = {
         "tokens": tokens,
         "tokens_per_sample": tokens_per_sample,
         "num_samples": samples,
         "steps": steps,
-        "consumed_tokens": ramp.samples_before(steps) * tokens_per_sample,  # with the excess of the last batch
+        "consumed_tokens": ramp.samples_before(steps)
+        * tokens_per_sample,  # with the excess of the last batch
         "first_global_batch_size": first,
         "steps_at_first": at_first,
         "fewer_steps_than_first": at_first - steps,
         "final_global_batch_size": final,
         "steps_at_final": at_final,
         "more_steps_than_final": steps - at_final,
-        "steps_by_global_batch_size": {str(size): number for size, number in by_size.items()},
+        "steps_by_global_batch_size": {
+            str(size): number for size, number in by_size.items()
+        },
     }
     if tokens_per_second:
         seconds = Fraction(0)
         for size, number in by_size.items():
-            nearest = min(tokens_per_second, key=lambda known: Fraction(max(known, size), min(known, size)))
-            seconds += Fraction(number * size * tokens_per_sample) / tokens_per_second[nearest]
+            nearest = min(
+                tokens_per_second,
+                key=lambda known: Fraction(max(known, size), min(known, size)),
+            )
+            seconds += (
+                Fraction(number * size * tokens_per_sample) / tokens_per_second[nearest]
+            )
         facts["hours"] = float(seconds / SECONDS_PER_HOUR)
         facts["tokens_per_second"] = float(facts["consumed_tokens"] / seconds)
     return facts

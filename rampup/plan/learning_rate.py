@@ -26,7 +26,9 @@ CLOCKS: tuple[Clock, ...] = ("steps", "samples")
 MAX_CUTS = 10_000
 
 
-def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: BatchScaling) -> float:
+def learning_rate_scale(
+    global_batch_size: int, reference_size: int, scaling: BatchScaling
+) -> float:
     """Return the factor on the learning rate: linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
     if scaling not in BATCH_SCALING:
         raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
@@ -35,10 +37,20 @@ def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: Ba
 
 
 def decay_progress(
-    progress: Any, *, kind: str, warmup_fraction: float, decay_fraction: float, decay_style: str, xp: Any = None
+    progress: Any,
+    *,
+    kind: str,
+    warmup_fraction: float,
+    decay_fraction: float,
+    decay_style: str,
+    xp: Any = None,
 ) -> Any:
     """Return the completed part of a schedule's decay: the rate is peak + (final - peak) * this. `xp` is numpy or jax.numpy."""
-    clip, cos = (xp.clip, xp.cos) if xp else (lambda x, low, high: min(max(x, low), high), math.cos)
+    clip, cos = (
+        (xp.clip, xp.cos)
+        if xp
+        else (lambda x, low, high: min(max(x, low), high), math.cos)
+    )
     if kind == "constant":
         return 0.0
     decay = max(decay_fraction if kind == "wsd" else 1 - warmup_fraction, 1e-9)
@@ -61,7 +73,9 @@ class ClockSegment:
     progress_per_step: float  # fraction that each step adds
     scale: float  # factor on the learning rate
     global_batch_size: int  # samples per optimizer step
-    level: float | None = None  # the rate after warm-up relative to the peak; None = that of the schedule's shape
+    level: float | None = (
+        None  # the rate after warm-up relative to the peak; None = that of the schedule's shape
+    )
 
 
 def clock_segments(
@@ -79,7 +93,11 @@ def clock_segments(
     """
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
-    total = schedule_steps if clock == "steps" else schedule_samples or ramp.samples_before(schedule_steps)
+    total = (
+        schedule_steps
+        if clock == "steps"
+        else schedule_samples or ramp.samples_before(schedule_steps)
+    )
     starts = {phase.start_step for phase in ramp.phases}
     if seesaw is not None:
         # A cut takes effect with the first step that starts at or past its sample.
@@ -88,7 +106,11 @@ def clock_segments(
     for step in sorted(starts):
         sample = ramp.samples_before(step)
         size = ramp.phase_at(step).global_batch_size
-        base = size if seesaw is None else seesaw.base.phase_of_sample(sample).global_batch_size
+        base = (
+            size
+            if seesaw is None
+            else seesaw.base.phase_of_sample(sample).global_batch_size
+        )
         growth = 1.0 if seesaw is None else float((size / base) ** seesaw.exponent)
         segment = ClockSegment(
             start_step=step,
@@ -146,23 +168,36 @@ class Seesaw:
         samples = [cut.sample for cut in self.cuts]
         levels = [1.0, *(cut.level for cut in self.cuts)]
         if samples != sorted(set(samples)) or (samples and samples[0] < 1):
-            raise RampDefinitionError(f"the cuts of a schedule must be at increasing samples from 1 on: {samples[:10]}")
+            raise RampDefinitionError(
+                f"the cuts of a schedule must be at increasing samples from 1 on: {samples[:10]}"
+            )
         if levels != sorted(levels, reverse=True) or levels[-1] < 0:
-            raise RampDefinitionError(f"the cuts of a schedule must lower the rate: {levels[:10]}")
+            raise RampDefinitionError(
+                f"the cuts of a schedule must lower the rate: {levels[:10]}"
+            )
         largest = max(self.base.sizes)
         if self.max_batch_size is not None and self.max_batch_size < largest:
             rule = f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}"
-            raise RampDefinitionError(rule, key="seesaw_max_batch_size", nearest=(largest,))
+            raise RampDefinitionError(
+                rule, key="seesaw_max_batch_size", nearest=(largest,)
+            )
         check_num_phases(len(self.base.phases) + len(self.cuts), key="seesaw_factor")
         if self.ramp is not None:
             return
         # The planned ramp with a larger batch after every cut.
         pairs: list[tuple[int, int]] = []
-        for start in sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts}):
+        for start in sorted(
+            {phase.start_sample for phase in self.base.phases}
+            | {cut.sample for cut in self.cuts}
+        ):
             base = self.base.phase_of_sample(start).global_batch_size
             # A relative error of 1e-9 must not round 2 * 8 down to 15.
             wanted = base / max(self.level_at(start), 1e-18) * (1 + 1e-9)
-            wanted = wanted if self.max_batch_size is None else min(wanted, self.max_batch_size)
+            wanted = (
+                wanted
+                if self.max_batch_size is None
+                else min(wanted, self.max_batch_size)
+            )
             size = max(int(wanted) // self.multiple * self.multiple, base)
             # With fewer samples left than this batch, the size stays as before.
             if self.total_samples is not None and size > self.total_samples - start:
@@ -188,16 +223,29 @@ class Seesaw:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
         """Return the transform of a checkpoint, with its ramp."""
-        cuts = tuple(Cut(sample=int(sample), level=float(level)) for sample, level in record["cuts"])
+        cuts = tuple(
+            Cut(sample=int(sample), level=float(level))
+            for sample, level in record["cuts"]
+        )
         base = BatchRamp.from_rows(record["base"])
         samples = record.get("schedule_samples")
-        return cls(base=base, cuts=cuts, ramp=ramp, schedule_samples=samples, exponent=record["exponent"])
+        return cls(
+            base=base,
+            cuts=cuts,
+            ramp=ramp,
+            schedule_samples=samples,
+            exponent=record["exponent"],
+        )
 
 
-def discretize(rate: Callable[[float], float], *, factor: float, total_samples: int) -> tuple[Cut, ...]:
+def discretize(
+    rate: Callable[[float], float], *, factor: float, total_samples: int
+) -> tuple[Cut, ...]:
     """Return the cuts of a rate that never increases: cut k is where it has fallen to `factor**-k`, for a factor above 1."""
     if not 1 < factor < float("inf"):
-        raise RampDefinitionError(f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,))
+        raise RampDefinitionError(
+            f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,)
+        )
     cuts: list[Cut] = []
     k, end = 1, rate(1.0)
     while (level := float(factor) ** -k) >= end:
@@ -205,7 +253,9 @@ def discretize(rate: Callable[[float], float], *, factor: float, total_samples: 
         reached = level * (1 + 1e-12)
         before = cuts[-1].sample if cuts else 0
         rest = range(before, total_samples)
-        sample = before + bisect.bisect_left(rest, -reached, key=lambda sample: -rate(sample / total_samples))
+        sample = before + bisect.bisect_left(
+            rest, -reached, key=lambda sample: -rate(sample / total_samples)
+        )
         if sample >= total_samples:
             break
         if cuts and sample == before:

@@ -61,7 +61,12 @@ class MeshAxes:
 
     @classmethod
     def resolve(
-        cls, num_devices: int, *, ici: Mapping[str, int], dcn: Mapping[str, int] | None = None, num_slices: int = AUTO
+        cls,
+        num_devices: int,
+        *,
+        ici: Mapping[str, int],
+        dcn: Mapping[str, int] | None = None,
+        num_slices: int = AUTO,
     ) -> MeshAxes:
         """Infer the sizes that are -1, at most one of each group, for a number of devices over all slices. Missing axes are 1.
 
@@ -82,9 +87,17 @@ class MeshAxes:
             for axis, size in sizes.items():
                 if size < 1 and size != AUTO:
                     key = _key(group, axis)
-                    problems.append(ConfigError(f"{key}={size} must be -1 (the rest) or at least 1", key=key, nearest=(-1, 1)))
+                    problems.append(
+                        ConfigError(
+                            f"{key}={size} must be -1 (the rest) or at least 1",
+                            key=key,
+                            nearest=(-1, 1),
+                        )
+                    )
             if list(sizes.values()).count(AUTO) > 1:
-                automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
+                automatic = [
+                    _key(group, axis) for axis, size in sizes.items() if size == AUTO
+                ]
                 text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
                 problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
         if problems:
@@ -96,31 +109,49 @@ class MeshAxes:
             raise
 
 
-def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]) -> dict[str, Any]:
+def _infer(
+    num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]
+) -> dict[str, Any]:
     """Return the size of every axis over all slices, and the slices along each axis."""
     if num_slices == AUTO:
         # If both groups have a -1, the fewest slices are meant: that of `dcn` is 1.
         if AUTO in ici.values() or AUTO not in dcn.values():
-            num_slices = abs(math.prod(dcn.values()))  # the product of the known sizes, as AUTO is -1
+            num_slices = abs(
+                math.prod(dcn.values())
+            )  # the product of the known sizes, as AUTO is -1
         else:
             known = abs(math.prod(ici.values()))
             if num_devices % known:
-                raise _remainder_error("num_devices", num_devices, _product("ici", ici), known)
+                raise _remainder_error(
+                    "num_devices", num_devices, _product("ici", ici), known
+                )
             num_slices = num_devices // known
     if num_devices % num_slices:
-        raise _remainder_error("num_devices", num_devices, "the number of slices", num_slices)
-    within = _infer_group(ici, num_devices // num_slices, "ici", f"devices per slice ({num_devices=} / {num_slices} slices)")
+        raise _remainder_error(
+            "num_devices", num_devices, "the number of slices", num_slices
+        )
+    within = _infer_group(
+        ici,
+        num_devices // num_slices,
+        "ici",
+        f"devices per slice ({num_devices=} / {num_slices} slices)",
+    )
     between = _infer_group(dcn, num_slices, "dcn", "the number of slices")
     sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}
     return sizes | {"slices": tuple(between[axis] for axis in AXES)}
 
 
-def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
+def _infer_group(
+    sizes: Mapping[str, int], total: int, group: str, what: str
+) -> dict[str, int]:
     known = abs(math.prod(sizes.values()))
     if AUTO in sizes.values():
         if total % known:
             raise _remainder_error(what, total, _product(group, sizes), known)
-        return {axis: total // known if size == AUTO else size for axis, size in sizes.items()}
+        return {
+            axis: total // known if size == AUTO else size
+            for axis, size in sizes.items()
+        }
     if known != total:
         # The key of a single change that fixes the group, with its value; otherwise the first key that is set.
         first = next((axis for axis in sizes if sizes[axis] != 1), "data")
@@ -128,23 +159,38 @@ def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) ->
         fixed = next((axis for axis in order if total * sizes[axis] % known == 0), None)
         rule = f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)"
         nearest = () if fixed is None else (total * sizes[fixed] // known,)
-        raise BatchDivisibilityError(rule, value=known, divisor=total, key=_key(group, fixed or first), nearest=nearest)
+        raise BatchDivisibilityError(
+            rule,
+            value=known,
+            divisor=total,
+            key=_key(group, fixed or first),
+            nearest=nearest,
+        )
     return dict(sizes)
 
 
 def _legal_values(
-    error: BatchDivisibilityError, num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]
+    error: BatchDivisibilityError,
+    num_devices: int,
+    num_slices: int,
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int],
 ) -> tuple[Any, ...]:
     """Return the values of an error's key with which all sizes fit. `_infer` proposes those that meet one condition."""
     key = error.key
     candidates = [*error.nearest]
     if key == "num_devices":
         slices = abs(math.prod(dcn.values())) if num_slices == AUTO else num_slices
-        candidates += nearest_multiples(num_devices, abs(math.prod(ici.values())) * slices)
+        candidates += nearest_multiples(
+            num_devices, abs(math.prod(ici.values())) * slices
+        )
 
     def is_legal(value: Any) -> bool:
         groups = ("ici", ici), ("dcn", dcn)
-        changed = [{a: value if _key(g, a) == key else size for a, size in sizes.items()} for g, sizes in groups]
+        changed = [
+            {a: value if _key(g, a) == key else size for a, size in sizes.items()}
+            for g, sizes in groups
+        ]
         try:
             _infer(value if key == "num_devices" else num_devices, num_slices, *changed)
         except BatchDivisibilityError:
@@ -154,9 +200,13 @@ def _legal_values(
     return tuple(filter(is_legal, candidates))
 
 
-def _remainder_error(what: str, total: int, parts: str, part: int) -> BatchDivisibilityError:
+def _remainder_error(
+    what: str, total: int, parts: str, part: int
+) -> BatchDivisibilityError:
     rule = f"{what}={total} must be a multiple of {parts} = {part}"
-    return BatchDivisibilityError(rule, value=total, divisor=part, key="num_devices", nearest=())
+    return BatchDivisibilityError(
+        rule, value=total, divisor=part, key="num_devices", nearest=()
+    )
 
 
 def _product(group: str, sizes: Mapping[str, int]) -> str:

@@ -34,14 +34,23 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     except InvalidOperation:
         rule = "is not a number; write digits with an optional suffix K, M, B or T, for instance 250B"
         raise RampDefinitionError(f"{what}={text!r} {rule}", key=key) from None
-    if not number.is_finite() or number < 0 or number.adjusted() > 18 or number * factor > MAX_COUNT:
-        raise RampDefinitionError(f"{what}={text!r} must be between 0 and 10**18", key=key)
+    if (
+        not number.is_finite()
+        or number < 0
+        or number.adjusted() > 18
+        or number * factor > MAX_COUNT
+    ):
+        raise RampDefinitionError(
+            f"{what}={text!r} must be between 0 and 10**18", key=key
+        )
     if number != 0 and number.adjusted() < -18:
         raise RampDefinitionError(f"{what}={text!r} must be a whole number", key=key)
     value = Fraction(number) * factor
     if value.denominator != 1:
         below = value.numerator // value.denominator
-        rule = f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}"
+        rule = (
+            f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}"
+        )
         raise RampDefinitionError(rule, key=key, nearest=(below, below + 1))
     return value.numerator
 
@@ -73,7 +82,10 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
             numerator, *denominator = map(Decimal, text.split("/", maxsplit=1))
         except InvalidOperation:
             raise refusal(no_number) from None
-        if any(not n.is_finite() or (n and abs(n.adjusted()) > 18) for n in (numerator, *denominator)):
+        if any(
+            not n.is_finite() or (n and abs(n.adjusted()) > 18)
+            for n in (numerator, *denominator)
+        ):
             raise refusal(out_of_range)
         if denominator == [0]:
             raise refusal(no_number)
@@ -104,7 +116,9 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of a number in ascending order; above 10**10, only each d with d or number / d at most 10**5."""
     if number < 1:
         return []
-    small = [n for n in range(1, min(math.isqrt(number), MAX_FACTOR) + 1) if number % n == 0]
+    small = [
+        n for n in range(1, min(math.isqrt(number), MAX_FACTOR) + 1) if number % n == 0
+    ]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
@@ -113,7 +127,9 @@ def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
     return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
 
 
-def nearest_multiples(value: Number, step: Number, offset: Number | None = None) -> list[Number]:
+def nearest_multiples(
+    value: Number, step: Number, offset: Number | None = None
+) -> list[Number]:
     """Return the positive numbers `offset + n * step` next to `value`: the last below it, if any, and the first from it on."""
     start = value * 0 if offset is None else offset
     above = start - (start - value) // step * step
@@ -127,4 +143,6 @@ def format_product(factors: Mapping[str, int]) -> str:
     used = {name: size for name, size in factors.items() if size != 1} or factors
     names = " * ".join(used)
     values = " * ".join(map(str, used.values()))
-    return f"{names} = {values}" + (f" = {math.prod(used.values())}" if len(used) > 1 else "")
+    return f"{names} = {values}" + (
+        f" = {math.prod(used.values())}" if len(used) > 1 else ""
+    )

@@ -24,7 +24,13 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from rampup.errors import PipelineShapeError
-from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples, plain_number
+from rampup.plan.numbers import (
+    AUTO,
+    divisors,
+    format_product,
+    nearest_multiples,
+    plain_number,
+)
 
 # The assumed fixed cost of a tick, if it has not been measured. Moving weights and gradients takes as long as the arithmetic of
 # several hundred tokens on accelerators with about 200 floating-point operations per byte of memory traffic.
@@ -39,39 +45,65 @@ Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
 MAX_OPERATIONS = 2_000_000
 
 
-def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
+def pipeline_repeats(
+    *,
+    num_layers: int,
+    num_stages: int,
+    num_layers_per_stage: int = 1,
+    num_repeats: int = AUTO,
+) -> int:
     """Return a stage's layer chunks, after checking that layers = stages * repeats * layers per chunk; -1 repeats are derived.
 
     Source: MaxText `configs/types.py`.
     """
-    for key, size in (("base_num_decoder_layers", num_layers), ("num_layers_per_pipeline_stage", num_layers_per_stage)):
+    for key, size in (
+        ("base_num_decoder_layers", num_layers),
+        ("num_layers_per_pipeline_stage", num_layers_per_stage),
+    ):
         if size < 1:
-            raise PipelineShapeError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
+            raise PipelineShapeError(
+                f"{key}={size} must be at least 1", key=key, nearest=(1,)
+            )
     key = "num_pipeline_repeats"
     if num_repeats < 1 and num_repeats != AUTO:
-        raise PipelineShapeError(f"{key}={num_repeats} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
+        raise PipelineShapeError(
+            f"{key}={num_repeats} must be -1 (automatic) or at least 1",
+            key=key,
+            nearest=(AUTO, 1),
+        )
     if num_stages == 1:
         if num_repeats not in (AUTO, 1):
             problem = f"{key}={num_repeats} needs a pipeline, but there is one stage; set it to -1"
             raise PipelineShapeError(problem, key=key, nearest=(AUTO, 1))
         return 1
     given = num_repeats != AUTO
-    factors = {"num_stages": num_stages, "num_layers_per_pipeline_stage": num_layers_per_stage}
+    factors = {
+        "num_stages": num_stages,
+        "num_layers_per_pipeline_stage": num_layers_per_stage,
+    }
     factors |= {key: num_repeats} if given else {}
     product = math.prod(factors.values())
     if num_layers % product or (given and num_layers != product):
         nearest = [product] if given else nearest_multiples(num_layers, product)
         rule = f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{format_product(factors)}"
         problem = f"{rule}; nearest: {', '.join(map(str, nearest))}"
-        raise PipelineShapeError(problem, key="base_num_decoder_layers", nearest=nearest)
+        raise PipelineShapeError(
+            problem, key="base_num_decoder_layers", nearest=nearest
+        )
     return num_layers // (num_stages * num_layers_per_stage)
 
 
-def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
+def stage_layer_order(
+    num_layers: int, num_stages: int, num_repeats: int = 1
+) -> list[int]:
     """Return the layers in stage order: first stage 0 with chunks 0, p, 2p, ... 8 layers, p = v = 2: 0, 1, 4, 5, 2, 3, 6, 7."""
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
-        shape = {"num_stages": num_stages, "num_layers_per_stage": max(size, 1), "num_repeats": num_repeats}
+        shape = {
+            "num_stages": num_stages,
+            "num_layers_per_stage": max(size, 1),
+            "num_repeats": num_repeats,
+        }
         pipeline_repeats(num_layers=num_layers, **shape)
     chunks = [r * num_stages + s for s in range(num_stages) for r in range(num_repeats)]
     return [chunk * size + layer for chunk in chunks for layer in range(size)]
@@ -90,7 +122,9 @@ def pass_ticks(num_stages: int, num_microbatches: Any, num_repeats: int = 1) -> 
     return last_unit + p
 
 
-def pass_bubble(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
+def pass_bubble(
+    num_stages: int, num_microbatches: int, num_repeats: int = 1
+) -> Fraction:
     """Return the idle time of one pass of the program as a fraction of its time."""
     ticks = pass_ticks(num_stages, num_microbatches, num_repeats)
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
@@ -104,15 +138,25 @@ class PipelineCandidate:
     num_repeats: int  # v
     microbatch_size: int  # b, samples per replica
     bubble_fraction: Fraction  # the idle fraction of the predicted time
-    predicted_time: Fraction  # time of one pass, in samples' worth of one stage's arithmetic
+    predicted_time: (
+        Fraction  # time of one pass, in samples' worth of one stage's arithmetic
+    )
 
     def to_dict(self) -> dict[str, int | float]:
         """Return the candidate as `rampup plan --json` prints it."""
-        return {name: float(value) if isinstance(value, Fraction) else value for name, value in asdict(self).items()}
+        return {
+            name: float(value) if isinstance(value, Fraction) else value
+            for name, value in asdict(self).items()
+        }
 
 
 def predicted_time(
-    num_microbatches: int, microbatch_size: int, *, num_stages: int, num_repeats: int, overhead: Fraction
+    num_microbatches: int,
+    microbatch_size: int,
+    *,
+    num_stages: int,
+    num_repeats: int,
+    overhead: Fraction,
 ) -> Fraction:
     """Return T = ticks * (b / v + h), in samples' worth of a stage's arithmetic; h, a tick's fixed cost, is in samples too."""
     ticks: int = pass_ticks(num_stages, num_microbatches, num_repeats)
@@ -120,7 +164,13 @@ def predicted_time(
 
 
 def pipeline_candidates(
-    samples: int, *, num_stages: int, overhead: Fraction, repeats: Iterable[int] = (1,), multiple: int = 1, minimum: int = 1
+    samples: int,
+    *,
+    num_stages: int,
+    overhead: Fraction,
+    repeats: Iterable[int] = (1,),
+    multiple: int = 1,
+    minimum: int = 1,
 ) -> tuple[PipelineCandidate, ...]:
     """Return each split m * b of a replica's samples, m >= `minimum` and a multiple of `multiple`; fastest first, then by m."""
     candidates = [
@@ -128,14 +178,25 @@ def pipeline_candidates(
             num_pipeline_microbatches=m,
             num_repeats=v,
             microbatch_size=samples // m,
-            predicted_time=predicted_time(m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead),
+            predicted_time=predicted_time(
+                m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead
+            ),
             bubble_fraction=pass_bubble(num_stages, m, v),
         )
         for v in repeats
         for m in divisors(samples)
         if m % multiple == 0 and m >= minimum
     ]
-    return tuple(sorted(candidates, key=lambda c: (c.predicted_time, c.num_pipeline_microbatches, c.num_repeats)))
+    return tuple(
+        sorted(
+            candidates,
+            key=lambda c: (
+                c.predicted_time,
+                c.num_pipeline_microbatches,
+                c.num_repeats,
+            ),
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +255,15 @@ class Timetable:
         if schedule not in SCHEDULES:
             rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
             raise PipelineShapeError(rule, key="schedule", nearest=SCHEDULES)
-        for key, value in (("stages", num_stages), ("microbatches", num_microbatches), ("repeats", num_repeats)):
+        for key, value in (
+            ("stages", num_stages),
+            ("microbatches", num_microbatches),
+            ("repeats", num_repeats),
+        ):
             if value < 1:
-                raise PipelineShapeError(f"{key}={value} must be at least 1", key=key, nearest=(1,))
+                raise PipelineShapeError(
+                    f"{key}={value} must be at least 1", key=key, nearest=(1,)
+                )
         if num_repeats > 1 and schedule not in ("interleaved", "circular"):
             problem = f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}"
             raise PipelineShapeError(problem, key="repeats", nearest=(1,))
@@ -207,16 +274,38 @@ class Timetable:
         if operations > MAX_OPERATIONS:
             largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
             text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
-            raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
-        forward, backward = (x if isinstance(x, Fraction) else Fraction(str(x)) for x in (forward_cost, backward_cost))
+            raise PipelineShapeError(
+                text, key="microbatches", nearest=(largest,) if largest else ()
+            )
+        forward, backward = (
+            x if isinstance(x, Fraction) else Fraction(str(x))
+            for x in (forward_cost, backward_cost)
+        )
         for name, cost in (("forward-cost", forward), ("backward-cost", backward)):
             if cost <= 0:
-                raise PipelineShapeError(f"{name}={float(cost):g} must be greater than 0", key=name, nearest=(1,))
-        costs: dict[Kind, Fraction] = {"F": forward / num_repeats, "B": backward / num_repeats}
-        costs |= {"I": backward / 2, "W": backward / 2}  # of zb-h1 only, which has no repeats
-        orders = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}
+                raise PipelineShapeError(
+                    f"{name}={float(cost):g} must be greater than 0",
+                    key=name,
+                    nearest=(1,),
+                )
+        costs: dict[Kind, Fraction] = {
+            "F": forward / num_repeats,
+            "B": backward / num_repeats,
+        }
+        costs |= {
+            "I": backward / 2,
+            "W": backward / 2,
+        }  # of zb-h1 only, which has no repeats
+        orders = {
+            "gpipe": _gpipe_order,
+            "circular": _gpipe_order,
+            "zb-h1": _zero_bubble_order,
+        }
         order_of_stage = orders.get(schedule, _one_f_one_b_order)
-        stages = [order_of_stage(s, num_stages, num_microbatches, num_repeats) for s in range(num_stages)]
+        stages = [
+            order_of_stage(s, num_stages, num_microbatches, num_repeats)
+            for s in range(num_stages)
+        ]
         return cls(
             schedule=schedule,
             num_stages=num_stages,
@@ -233,13 +322,18 @@ class Timetable:
     @property
     def bubble_fraction(self) -> Fraction:
         """Idle time as a fraction of all stages' time, counted."""
-        busy = sum((operation.end - operation.start for operation in self.operations), Fraction(0))
+        busy = sum(
+            (operation.end - operation.start for operation in self.operations),
+            Fraction(0),
+        )
         return 1 - busy / (self.num_stages * self.makespan)
 
     @property
     def tick(self) -> Fraction:
         """The width of one column of the table: the greatest common divisor of all starts and ends."""
-        numbers = [n for operation in self.operations for n in (operation.start, operation.end)]
+        numbers = [
+            n for operation in self.operations for n in (operation.start, operation.end)
+        ]
         denominator = math.lcm(*(n.denominator for n in numbers))
         return Fraction(math.gcd(*(int(n * denominator) for n in numbers)), denominator)
 
@@ -258,7 +352,9 @@ class Timetable:
         peaks = []
         for stage in range(self.num_stages):
             own = self.of_stage(stage)
-            events = [(o.start, 1) for o in own if o.kind == "F"] + [(o.end, -1) for o in own if o.kind == frees]
+            events = [(o.start, 1) for o in own if o.kind == "F"] + [
+                (o.end, -1) for o in own if o.kind == frees
+            ]
             live = peak = 0
             for _, change in sorted(events):
                 live += change
@@ -274,13 +370,19 @@ class Timetable:
         for operation in self.operations:
             # The pipeline ends at the last chunk of the last stage and, for gradients, at the first chunk of the first stage.
             end = (last, self.num_repeats - 1) if operation.kind == "F" else (0, 0)
-            if last > 0 and operation.kind != "W" and (operation.stage, operation.repeat) != end:
+            if (
+                last > 0
+                and operation.kind != "W"
+                and (operation.stage, operation.repeat) != end
+            ):
                 counts[operation.stage] += 1
         return tuple(counts)
 
     def of_stage(self, stage: int) -> tuple[Operation, ...]:
         """Return the operations of one stage, in order."""
-        return tuple(operation for operation in self.operations if operation.stage == stage)
+        return tuple(
+            operation for operation in self.operations if operation.stage == stage
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Return the timetable as `rampup timetable --json` prints it."""
@@ -289,23 +391,38 @@ class Timetable:
             "num_ticks": self.num_ticks,
             "makespan": plain_number(self.makespan),
             "bubble_fraction": float(self.bubble_fraction),
-            "peak_live_microbatches": [plain_number(peak) for peak in self.peak_live_microbatches],
+            "peak_live_microbatches": [
+                plain_number(peak) for peak in self.peak_live_microbatches
+            ],
             "sends_per_stage": list(self.sends_per_stage),
             "table": [
-                {name: getattr(operation, name) for name in ("stage", "kind", "microbatch", "repeat")}
-                | {"start": plain_number(operation.start), "end": plain_number(operation.end)}
+                {
+                    name: getattr(operation, name)
+                    for name in ("stage", "kind", "microbatch", "repeat")
+                }
+                | {
+                    "start": plain_number(operation.start),
+                    "end": plain_number(operation.end),
+                }
                 for operation in self.operations
             ],
         }
 
 
-def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
+def bubble_fraction(
+    num_stages: int, num_microbatches: int, num_repeats: int = 1
+) -> Fraction:
     """Return the idle time of a pass as a fraction of its time; for m >= p or v = 1, it is (p - 1) / (v*m + p - 1).
 
     GPipe, 1F1B, circular, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, repeats stall, as in a
     circular pipeline. `rampup.PipelinedLoss` has the bubble of `pass_bubble`.
     """
-    ticks = max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
+    ticks = (
+        max(num_microbatches, num_stages) * (num_repeats - 1)
+        + num_microbatches
+        + num_stages
+        - 1
+    )
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
 
 
@@ -337,7 +454,9 @@ def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
         start += size
     # The warm-up fills the p - 1 - s stages behind this one. With repeats, the first group goes through all chunks but the
     # last before its first gradient can come back, and Megatron-LM warms up by two forward passes per stage.
-    warm_up = min(p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0], len(forward))
+    warm_up = min(
+        p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0], len(forward)
+    )
     order = forward[:warm_up]
     for number, operation in enumerate(backward):
         order += forward[warm_up + number : warm_up + number + 1]
@@ -357,7 +476,9 @@ def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
     return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
 
 
-def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:
+def _simulate(
+    orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int
+) -> Iterator[Operation]:
     """Run every stage's order. An operation starts as soon as its stage is free and its input is ready."""
     last, last_repeat = len(orders) - 1, num_repeats - 1
     ends: dict[tuple[int, Kind, int, int], Fraction] = {}
@@ -365,11 +486,19 @@ def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: 
     done = [0] * len(orders)
     operations: list[list[Operation]] = [[] for _ in orders]
 
-    def input_of(stage: int, kind: Kind, k: int, r: int) -> tuple[int, Kind, int, int] | None:
+    def input_of(
+        stage: int, kind: Kind, k: int, r: int
+    ) -> tuple[int, Kind, int, int] | None:
         if kind == "W":
             return stage, "I", k, r
         if kind == "F":
-            return (stage - 1, "F", k, r) if stage else (last, "F", k, r - 1) if r else None
+            return (
+                (stage - 1, "F", k, r)
+                if stage
+                else (last, "F", k, r - 1)
+                if r
+                else None
+            )
         if stage == last and r == last_repeat:
             return stage, "F", k, r
         return (stage + 1, kind, k, r) if stage < last else (0, kind, k, r + 1)
@@ -385,10 +514,21 @@ def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: 
                     break
                 start = max(free[stage], ends[needed] if needed else Fraction(0))
                 end = free[stage] = ends[stage, kind, k, r] = start + costs[kind]
-                operations[stage].append(Operation(stage=stage, kind=kind, microbatch=k, repeat=r, start=start, end=end))
+                operations[stage].append(
+                    Operation(
+                        stage=stage,
+                        kind=kind,
+                        microbatch=k,
+                        repeat=r,
+                        start=start,
+                        end=end,
+                    )
+                )
                 done[stage] += 1
                 progressed = True
         waiting = [stage for stage in waiting if done[stage] < len(orders[stage])]
-        assert progressed or not waiting, f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
+        assert progressed or not waiting, (
+            f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
+        )
     for of_stage in operations:
         yield from of_stage

@@ -9,9 +9,21 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, combine
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    PipelineShapeError,
+    RampupError,
+    combine,
+)
 from rampup.plan.describe import describe_plan
-from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
+from rampup.plan.learning_rate import (
+    BatchScaling,
+    Clock,
+    ClockSegment,
+    Seesaw,
+    clock_segments,
+)
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, nearest_multiples, plain_number
 from rampup.plan.pipeline import PipelineCandidate, Timetable, pass_bubble
@@ -106,17 +118,27 @@ class RampPlan:
             replicas = self.splitter.data_parallel_size
             stages = self.splitter.num_stages
             rest = self.num_devices // (replicas * stages)
-            object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
+            object.__setattr__(
+                self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages)
+            )
         splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
         object.__setattr__(self, "splits", splits[: len(self.ramp.sizes)])
         eval_size = self.eval_global_batch_size
-        eval_split = None if eval_size is None else self.splitter.for_eval().split([eval_size])[0]
+        eval_split = (
+            None
+            if eval_size is None
+            else self.splitter.for_eval().split([eval_size])[0]
+        )
         object.__setattr__(self, "eval_split", eval_split)
         counts: dict[int, int] = {}
         shapes = {split.microbatch_size for split in splits}
-        fallbacks = map(self.fallbacks, range(len(self.splits))) if len(shapes) > 1 else ()
+        fallbacks = (
+            map(self.fallbacks, range(len(self.splits))) if len(shapes) > 1 else ()
+        )
         for split in itertools.chain(splits, *fallbacks):
-            counts[split.microbatch_size] = max(counts.get(split.microbatch_size, 0), split.num_microbatches)
+            counts[split.microbatch_size] = max(
+                counts.get(split.microbatch_size, 0), split.num_microbatches
+            )
         object.__setattr__(self, "max_microbatches", counts)
         segments = clock_segments(
             self.ramp,
@@ -126,7 +148,9 @@ class RampPlan:
             reference_size=self.reference_size,
             seesaw=self.seesaw,
             # The steps of Seesaw's grown batches may take more samples than are planned; those of `auto` are not known.
-            schedule_samples=self.budget_samples if self.seesaw is None else self.seesaw.schedule_samples,
+            schedule_samples=self.budget_samples
+            if self.seesaw is None
+            else self.seesaw.schedule_samples,
         )
         object.__setattr__(self, "clock", segments)
 
@@ -136,32 +160,58 @@ class RampPlan:
                 yield batch_error(self.splitter, phase.global_batch_size, str(phase))
         for size in self.reserved_sizes:
             if not self.splitter.allows(size):
-                yield batch_error(self.splitter, size, "batch_size_schedule: auto", key="batch_size_schedule")
+                yield batch_error(
+                    self.splitter,
+                    size,
+                    "batch_size_schedule: auto",
+                    key="batch_size_schedule",
+                )
         eval_size = self.eval_global_batch_size
         eval_splitter = self.splitter.for_eval()
         if eval_size is not None and not eval_splitter.allows(eval_size):
-            yield batch_error(eval_splitter, eval_size, "evaluation", key="eval_per_device_batch_size")
+            yield batch_error(
+                eval_splitter, eval_size, "evaluation", key="eval_per_device_batch_size"
+            )
         factor = self.expansion_factor_real_data
         last = self.ramp.sizes[-1]
         if factor > 0 and (last * factor).denominator > 1:
             key = "expansion_factor_real_data"
             rule = f"global_batch_size * {key} = {last} * {factor} = {float(last * factor):g} must be a whole number of samples"
             numbers = {"value": last * factor.numerator, "divisor": factor.denominator}
-            yield BatchDivisibilityError(f"{rule}; -1 loads the batch itself", **numbers, key=key, nearest=(-1,))
+            yield BatchDivisibilityError(
+                f"{rule}; -1 loads the batch itself", **numbers, key=key, nearest=(-1,)
+            )
         if self.total_steps < 0:
-            yield ConfigError(f"total_steps={self.total_steps} must be at least 0", key="steps", nearest=(0,))
+            yield ConfigError(
+                f"total_steps={self.total_steps} must be at least 0",
+                key="steps",
+                nearest=(0,),
+            )
         needed = self.splitter.data_parallel_size * self.splitter.num_stages
         if self.axes is None and (self.num_devices < 1 or self.num_devices % needed):
             rule = f"num_devices={self.num_devices} must be a multiple of data_parallel_size * num_stages = {needed}"
             nearest = nearest_multiples(self.num_devices, needed)
-            yield BatchDivisibilityError(rule, value=self.num_devices, divisor=needed, key="num_devices", nearest=nearest)
+            yield BatchDivisibilityError(
+                rule,
+                value=self.num_devices,
+                divisor=needed,
+                key="num_devices",
+                nearest=nearest,
+            )
         if self.axes is not None:
             pairs = {
                 "num_devices": (self.axes.num_devices, self.num_devices),
-                "data_parallel_size": (self.axes.data_parallel_size, self.splitter.data_parallel_size),
+                "data_parallel_size": (
+                    self.axes.data_parallel_size,
+                    self.splitter.data_parallel_size,
+                ),
                 "num_stages": (self.axes.pipeline, self.splitter.num_stages),
             }
-            wrong = [f"{name}={size}, but the plan has {other}" for name, (size, other) in pairs.items() if size != other]
+            wrong = [
+                f"{name}={size}, but the plan has {other}"
+                for name, (size, other) in pairs.items()
+                if size != other
+            ]
             if wrong:
                 yield ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes")
 
@@ -171,7 +221,13 @@ class RampPlan:
         consumed = self.ramp.samples_before(step)
         split = self.splits[phase.index]
         segment = self.segment_at(step) if self.follows else None
-        return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=split, segment=segment)
+        return PlanPosition(
+            step=step,
+            consumed_samples=consumed,
+            phase=phase,
+            split=split,
+            segment=segment,
+        )
 
     def segment_at(self, step: int) -> ClockSegment:
         """Return the segment of the learning-rate schedule's clock that an optimizer step is in."""
@@ -179,7 +235,12 @@ class RampPlan:
 
     def segment_index(self, step: int) -> int:
         """Return the index in `clock` of the segment that an optimizer step is in."""
-        return bisect.bisect_right(self.clock, step, key=lambda segment: segment.start_step) - 1
+        return (
+            bisect.bisect_right(
+                self.clock, step, key=lambda segment: segment.start_step
+            )
+            - 1
+        )
 
     def rows(self, step: int) -> range:
         """Return the numbers of the samples that optimizer step `step` consumes, counted over all epochs."""
@@ -194,7 +255,11 @@ class RampPlan:
     @property
     def reference_size(self) -> int:
         """The batch size for which the hyperparameters were chosen: by default the last that there may be, before Seesaw."""
-        sizes = self.reserved_sizes if self.follows else (self.seesaw.base if self.seesaw else self.ramp).sizes
+        sizes = (
+            self.reserved_sizes
+            if self.follows
+            else (self.seesaw.base if self.seesaw else self.ramp).sizes
+        )
         return self.reference_batch_size or sizes[-1]
 
     @property
@@ -204,7 +269,11 @@ class RampPlan:
 
     def grown(self, ramp: BatchRamp) -> RampPlan:
         """Return this plan with a ramp that continues its own, and the steps that its budget, if it has one, then takes."""
-        steps = self.total_steps if self.budget_samples is None else ramp.step_of_sample(self.budget_samples - 1) + 1
+        steps = (
+            self.total_steps
+            if self.budget_samples is None
+            else ramp.step_of_sample(self.budget_samples - 1) + 1
+        )
         return replace(self, ramp=ramp, total_steps=steps)
 
     @property
@@ -213,7 +282,11 @@ class RampPlan:
         if not self.follows:
             return self
         sizes = sorted({*self.ramp.sizes, *self.reserved_sizes})
-        return self.grown(BatchRamp.piecewise(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)))
+        return self.grown(
+            BatchRamp.piecewise(
+                zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+            )
+        )
 
     @property
     def num_compiled_shapes(self) -> int:
@@ -226,22 +299,37 @@ class RampPlan:
         sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
         sizes.pop(self.splits[phase].microbatch_size, None)
         batch = self.ramp.phases[phase].global_batch_size
-        return tuple(split for size in sizes if (split := self.splitter.split_with(batch, size)) is not None)
+        return tuple(
+            split
+            for size in sizes
+            if (split := self.splitter.split_with(batch, size)) is not None
+        )
 
     def with_whole_batches(self) -> RampPlan:
         """Return this plan with every batch as one microbatch, for a loss of all rows; a ConfigError with passes or stages."""
-        return replace(self, splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO))
+        return replace(
+            self,
+            splitter=replace(self.splitter, whole_batch=True, microbatch_size=AUTO),
+        )
 
     @property
     def global_batch_to_load(self) -> int:
         """Samples per step after the ramp if all hosts loaded (MaxText `global_batch_size_to_load`); see `loading`."""
         size = self.ramp.sizes[-1]
-        return int(size * self.expansion_factor_real_data) if self.expansion_factor_real_data > 0 else size
+        return (
+            int(size * self.expansion_factor_real_data)
+            if self.expansion_factor_real_data > 0
+            else size
+        )
 
     @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in optimizer steps."""
-        return self.total_steps if self.learning_rate_schedule_steps is None else self.learning_rate_schedule_steps
+        return (
+            self.total_steps
+            if self.learning_rate_schedule_steps is None
+            else self.learning_rate_schedule_steps
+        )
 
     @property
     def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
@@ -249,7 +337,11 @@ class RampPlan:
         splitter = self.splitter
         if splitter.tick_overhead is None:
             splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
-        sizes = self.ramp.sizes[-1:] if splitter.rampup_microbatch == "per_phase" else self.ramp.sizes
+        sizes = (
+            self.ramp.sizes[-1:]
+            if splitter.rampup_microbatch == "per_phase"
+            else self.ramp.sizes
+        )
         return splitter.candidates(sizes)
 
     @property
@@ -266,12 +358,19 @@ class RampPlan:
         if self.follows:  # The batch never shrinks.
             sizes = (now, *(size for size in sizes if size > now))
             *before, (step, sample, _) = self.ramp.to_rows()
-            largest = self.grown(BatchRamp.from_rows([*before, [step, sample, sizes[-1]]]))
+            largest = self.grown(
+                BatchRamp.from_rows([*before, [step, sample, sizes[-1]]])
+            )
             steps, samples = largest.total_steps, [*samples, largest.consumed_samples]
             if self.budget_samples is not None and len(sizes) > 1:
                 samples = [self.budget_samples, self.budget_samples + sizes[-1] - 1]
         counts = {"min_steps": steps, "max_steps": self.total_steps}
-        return {"sizes": sizes, **counts, "min_samples": min(samples), "max_samples": max(samples)}
+        return {
+            "sizes": sizes,
+            **counts,
+            "min_samples": min(samples),
+            "max_samples": max(samples),
+        }
 
     def timetable(self, phase: int = -1) -> Timetable:
         """Return the timetable of one pipeline pass of a phase: 1F1B, or interleaved with repeats; a PipelineShapeError without
@@ -283,20 +382,36 @@ class RampPlan:
         repeats = self.splitter.num_repeats
         if stages == 1:
             key = "ici_pipeline_parallelism"
-            raise PipelineShapeError(f"a plan without pipeline stages has no timetable; set {key} above 1", key=key)
-        shape = {"num_stages": stages, "num_microbatches": self.splits[phase].num_pipeline_microbatches, "num_repeats": repeats}
+            raise PipelineShapeError(
+                f"a plan without pipeline stages has no timetable; set {key} above 1",
+                key=key,
+            )
+        shape = {
+            "num_stages": stages,
+            "num_microbatches": self.splits[phase].num_pipeline_microbatches,
+            "num_repeats": repeats,
+        }
         return Timetable.build("interleaved" if repeats > 1 else "1f1b", **shape)
 
-    def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
+    def _sizes_of(
+        self, split: BatchSplit, gradient_accumulation_steps: int
+    ) -> dict[str, int | float]:
         """Return the sizes of one batch by their names in the JSON output."""
-        per_device = Fraction(split.global_batch_size, self.num_devices * gradient_accumulation_steps)
-        shape = {"num_stages": self.splitter.num_stages, "num_repeats": self.splitter.num_repeats}
+        per_device = Fraction(
+            split.global_batch_size, self.num_devices * gradient_accumulation_steps
+        )
+        shape = {
+            "num_stages": self.splitter.num_stages,
+            "num_repeats": self.splitter.num_repeats,
+        }
         return {
             "global_batch_size": split.global_batch_size,
             "per_device_batch_size": plain_number(per_device),
             **asdict(split),
             **shape,
-            "bubble_fraction": float(pass_bubble(num_microbatches=split.num_pipeline_microbatches, **shape)),
+            "bubble_fraction": float(
+                pass_bubble(num_microbatches=split.num_pipeline_microbatches, **shape)
+            ),
         }
 
     @property
@@ -327,14 +442,22 @@ class RampPlan:
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,
-            "samples_per_increment": None if increment is None else plain_number(increment),
+            "samples_per_increment": None
+            if increment is None
+            else plain_number(increment),
             "ramp_steps": self.ramp.ramp_steps,
             "ramp_samples": self.ramp.ramp_samples,
             "total_steps": self.total_steps,
             "num_compiled_shapes": self.num_compiled_shapes,
             "phases": self.phase_rows(),
-            "eval": None if self.eval_split is None else self._sizes_of(self.eval_split, 1),
+            "eval": None
+            if self.eval_split is None
+            else self._sizes_of(self.eval_split, 1),
             "global_batch_to_load": self.global_batch_to_load,
             **({} if self.auto is None else {"auto": self.auto}),
-            **({"pipeline_choices": [candidate.to_dict() for candidate in candidates]} if candidates else {}),
+            **(
+                {"pipeline_choices": [candidate.to_dict() for candidate in candidates]}
+                if candidates
+                else {}
+            ),
         }

@@ -81,16 +81,34 @@ class BatchRamp:
         step = sample = 0
         for index, phase in enumerate(self.phases):
             last = index == len(self.phases) - 1
-            if (phase.index, phase.start_step, phase.start_sample) != (index, step, sample):
-                raise RampDefinitionError(f"phase {index} must start at step {step}, sample {sample}; it is {phase}")
-            if phase.global_batch_size < 1 or (phase.num_steps is None) != last or phase.num_steps == 0:
-                raise RampDefinitionError(f"phase {index} must have a positive batch, and steps unless it is the last: {phase}")
+            if (phase.index, phase.start_step, phase.start_sample) != (
+                index,
+                step,
+                sample,
+            ):
+                raise RampDefinitionError(
+                    f"phase {index} must start at step {step}, sample {sample}; it is {phase}"
+                )
+            if (
+                phase.global_batch_size < 1
+                or (phase.num_steps is None) != last
+                or phase.num_steps == 0
+            ):
+                raise RampDefinitionError(
+                    f"phase {index} must have a positive batch, and steps unless it is the last: {phase}"
+                )
             step += phase.num_steps or 0
             sample += (phase.num_steps or 0) * phase.global_batch_size
         # Once, because looking a size up in a loop over the phases would otherwise take time with their square.
-        object.__setattr__(self, "sizes", tuple(phase.global_batch_size for phase in self.phases))
-        object.__setattr__(self, "_start_steps", tuple(phase.start_step for phase in self.phases))
-        object.__setattr__(self, "_start_samples", tuple(phase.start_sample for phase in self.phases))
+        object.__setattr__(
+            self, "sizes", tuple(phase.global_batch_size for phase in self.phases)
+        )
+        object.__setattr__(
+            self, "_start_steps", tuple(phase.start_step for phase in self.phases)
+        )
+        object.__setattr__(
+            self, "_start_samples", tuple(phase.start_sample for phase in self.phases)
+        )
 
     @classmethod
     def constant(cls, global_batch_size: int) -> Self:
@@ -98,7 +116,15 @@ class BatchRamp:
         return cls._from_segments([(None, global_batch_size)])
 
     @classmethod
-    def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
+    def linear(
+        cls,
+        *,
+        start: int,
+        increment: int,
+        end: int,
+        samples: int,
+        carry_overshoot: bool = False,
+    ) -> Self:
         """Return a ramp that grows from `start` to `end` by `increment` over `samples`, all in samples; phases have equal
         shares, before rounding to whole steps.
 
@@ -110,9 +136,15 @@ class BatchRamp:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
             [0, 8, 14, 18, 22]
         """
-        for name, value in (("start", start), ("increment", increment), ("samples", samples)):
+        for name, value in (
+            ("start", start),
+            ("increment", increment),
+            ("samples", samples),
+        ):
             if value < 1:
-                raise RampDefinitionError(f"{name}={value} must be at least 1", key=name, nearest=(1,))
+                raise RampDefinitionError(
+                    f"{name}={value} must be at least 1", key=name, nearest=(1,)
+                )
         if end <= start:
             rule = f"end={end} must be greater than start={start}; for a decreasing batch size use piecewise"
             raise RampDefinitionError(rule, key="end")
@@ -125,12 +157,19 @@ class BatchRamp:
         check_num_phases(num_increments + 1)
         each = Fraction(samples, num_increments)
         if carry_overshoot:
-            pairs = [(math.ceil(each * k), start + k * increment) for k in range(num_increments + 1)]
+            pairs = [
+                (math.ceil(each * k), start + k * increment)
+                for k in range(num_increments + 1)
+            ]
             segments = _segments_counted_over_run(pairs)
         else:
-            growing = segments_counted_per_phase(range(start, end, increment), samples, num_increments)
+            growing = segments_counted_per_phase(
+                range(start, end, increment), samples, num_increments
+            )
             segments = itertools.chain(growing, [(None, end)])
-        return cls._from_segments(segments, num_increments=num_increments, samples_per_increment=each)
+        return cls._from_segments(
+            segments, num_increments=num_increments, samples_per_increment=each
+        )
 
     @classmethod
     def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
@@ -145,23 +184,36 @@ class BatchRamp:
         """
         pairs = list(thresholds)
         if not pairs:
-            raise RampDefinitionError("a schedule needs at least one THRESHOLD:SIZE pair")
+            raise RampDefinitionError(
+                "a schedule needs at least one THRESHOLD:SIZE pair"
+            )
         check_num_phases(len(pairs))
         if pairs[0][0] != 0:
-            raise RampDefinitionError(f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,))
+            raise RampDefinitionError(
+                f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,)
+            )
         problems: list[RampupError] = [
-            RampDefinitionError(f"thresholds must increase, but {after:,} samples comes after {before:,} samples")
+            RampDefinitionError(
+                f"thresholds must increase, but {after:,} samples comes after {before:,} samples"
+            )
             for (before, _), (after, _) in itertools.pairwise(pairs)
             if after <= before
         ]
         problems += [
-            RampDefinitionError(f"global batch size {size} from sample {threshold:,} must be at least 1", nearest=(1,))
+            RampDefinitionError(
+                f"global batch size {size} from sample {threshold:,} must be at least 1",
+                nearest=(1,),
+            )
             for threshold, size in pairs
             if size < 1
         ]
         raise_together(problems)
-        num_increments = sum(before[1] != after[1] for before, after in itertools.pairwise(pairs))
-        return cls._from_segments(_segments_counted_over_run(pairs), num_increments=num_increments)
+        num_increments = sum(
+            before[1] != after[1] for before, after in itertools.pairwise(pairs)
+        )
+        return cls._from_segments(
+            _segments_counted_over_run(pairs), num_increments=num_increments
+        )
 
     @classmethod
     def from_schedule(
@@ -188,11 +240,18 @@ class BatchRamp:
             79473
         """
         try:
-            return cls.piecewise(parse_schedule(text, sequence_length=sequence_length, budget=budget))
+            return cls.piecewise(
+                parse_schedule(text, sequence_length=sequence_length, budget=budget)
+            )
         except RampDefinitionError as error:
             schedule = f"{key}={text[:200]!r}"
             problems = error.problems or (error,)
-            raise_together([RampDefinitionError(f"{schedule}: {p}", key=key, nearest=p.nearest) for p in problems])
+            raise_together(
+                [
+                    RampDefinitionError(f"{schedule}: {p}", key=key, nearest=p.nearest)
+                    for p in problems
+                ]
+            )
             raise
 
     @classmethod
@@ -201,15 +260,28 @@ class BatchRamp:
         table = [tuple(row) for row in rows]
         steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
         phases = [
-            Phase(index=index, start_step=row[0], start_sample=row[1], num_steps=num_steps, global_batch_size=row[2])
-            for index, (row, num_steps) in enumerate(zip(table, [*steps, None], strict=True))
+            Phase(
+                index=index,
+                start_step=row[0],
+                start_sample=row[1],
+                num_steps=num_steps,
+                global_batch_size=row[2],
+            )
+            for index, (row, num_steps) in enumerate(
+                zip(table, [*steps, None], strict=True)
+            )
         ]
-        changes = sum(before[2] != after[2] for before, after in itertools.pairwise(table))
+        changes = sum(
+            before[2] != after[2] for before, after in itertools.pairwise(table)
+        )
         return cls(phases=tuple(phases), num_increments=changes)
 
     def to_rows(self) -> list[list[int]]:
         """Return start step, start sample and global batch size of every phase: all that its batches depend on."""
-        return [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
+        return [
+            [phase.start_step, phase.start_sample, phase.global_batch_size]
+            for phase in self.phases
+        ]
 
     def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
         """Return this ramp before `step`, followed by the sizes that `other` has for the same samples consumed.
@@ -220,11 +292,21 @@ class BatchRamp:
         """
         done = [phase for phase in self.phases if phase.start_step < step]
         # Without an end (num_steps is None), `step` is bound enough.
-        before = [(min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done]
+        before = [
+            (
+                min(phase.num_steps or step, step - phase.start_step),
+                phase.global_batch_size,
+            )
+            for phase in done
+        ]
         consumed = self.samples_before(step)
         rest = other.phases[other.phase_of_sample(consumed).index :]
-        after = _segments_counted_over_run([(phase.start_sample, phase.global_batch_size) for phase in rest], consumed)
-        return BatchRamp._from_segments([*before, *after], num_increments=other.num_increments)
+        after = _segments_counted_over_run(
+            [(phase.start_sample, phase.global_batch_size) for phase in rest], consumed
+        )
+        return BatchRamp._from_segments(
+            [*before, *after], num_increments=other.num_increments
+        )
 
     @classmethod
     def _from_segments(
@@ -236,13 +318,27 @@ class BatchRamp:
     ) -> Self:
         """Return the ramp of these steps and sizes, with neighbors of one size as one phase. The last has no end: None."""
         phases, step, sample = [], 0, 0
-        for index, (size, parts) in enumerate(itertools.groupby(segments, key=lambda segment: segment[1])):
+        for index, (size, parts) in enumerate(
+            itertools.groupby(segments, key=lambda segment: segment[1])
+        ):
             numbers = [num_steps for num_steps, _ in parts]
             number = None if numbers[-1] is None else sum(filter(None, numbers))
-            phases.append(Phase(index=index, start_step=step, start_sample=sample, num_steps=number, global_batch_size=size))
+            phases.append(
+                Phase(
+                    index=index,
+                    start_step=step,
+                    start_sample=sample,
+                    num_steps=number,
+                    global_batch_size=size,
+                )
+            )
             step += number or 0
             sample += (number or 0) * size
-        return cls(phases=tuple(phases), num_increments=num_increments, samples_per_increment=samples_per_increment)
+        return cls(
+            phases=tuple(phases),
+            num_increments=num_increments,
+            samples_per_increment=samples_per_increment,
+        )
 
     @property
     def ramp_steps(self) -> int:
@@ -264,9 +360,16 @@ class BatchRamp:
         before, now = BatchRamp.from_rows(rows).phases, self.phases
         shown = [f"  {'in the checkpoint':<40} here"]
         for pair in itertools.islice(itertools.zip_longest(before, now), MAX_COMPARED):
-            left, right = (f"from sample {p.start_sample:,}: {p.global_batch_size:,}" if p else "-" for p in pair)
-            shown.append(f"  {left:<40} {right}" + ("" if left == right else "  <- differs"))
-        return "\n".join([*shown, *(["  ..."] if max(len(before), len(now)) > MAX_COMPARED else [])])
+            left, right = (
+                f"from sample {p.start_sample:,}: {p.global_batch_size:,}" if p else "-"
+                for p in pair
+            )
+            shown.append(
+                f"  {left:<40} {right}" + ("" if left == right else "  <- differs")
+            )
+        return "\n".join(
+            [*shown, *(["  ..."] if max(len(before), len(now)) > MAX_COMPARED else [])]
+        )
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""
@@ -292,16 +395,23 @@ class BatchRamp:
     def step_of_sample(self, sample: int) -> int:
         """Return the step that consumes sample number `sample`, counted from 0. `samples_before` gives its first sample."""
         phase = self.phase_of_sample(sample)
-        return phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
+        return (
+            phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
+        )
 
 
 def parse_schedule(
-    text: str, *, sequence_length: int | None = None, budget: int | Fraction | None = None
+    text: str,
+    *,
+    sequence_length: int | None = None,
+    budget: int | Fraction | None = None,
 ) -> list[tuple[int, int]]:
     """Return a schedule's pairs (threshold in samples, global batch size), in the same order; see `BatchRamp.from_schedule`."""
     entries = text.replace(",", " ").split()
     if not entries:
-        raise RampDefinitionError('the schedule is empty; write for instance "0:768 250B:1536", or null for none')
+        raise RampDefinitionError(
+            'the schedule is empty; write for instance "0:768 250B:1536", or null for none'
+        )
     check_num_phases(len(entries))
     pairs, problems = [], list[RampupError]()
     for entry in entries:
@@ -313,16 +423,22 @@ def parse_schedule(
     return pairs
 
 
-def _parse_entry(entry: str, sequence_length: int | None, budget: int | Fraction | None) -> tuple[int, int]:
+def _parse_entry(
+    entry: str, sequence_length: int | None, budget: int | Fraction | None
+) -> tuple[int, int]:
     threshold, colon, size = entry.partition(":")
     if not colon:
         problem = f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
         raise RampDefinitionError(problem)
     if not threshold.endswith("%"):
-        return parse_count(threshold, what="threshold") // (sequence_length or 1), parse_count(size, what="global batch size")
+        return parse_count(threshold, what="threshold") // (
+            sequence_length or 1
+        ), parse_count(size, what="global batch size")
     share = exact_fraction(threshold.removesuffix("%"), what="threshold")
     if not 0 <= share <= 100:
-        raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
+        raise RampDefinitionError(
+            f"threshold={threshold!r} must be between 0% and 100% of the budget"
+        )
     if budget is None:
         problem = f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
         raise RampDefinitionError(problem)
@@ -336,13 +452,17 @@ def check_num_phases(number: int, *, key: str | None = None) -> None:
         raise RampDefinitionError(problem, key=key)
 
 
-def segments_counted_per_phase(sizes: Iterable[int], samples: int, num_increments: int) -> Iterator[tuple[int, int]]:
+def segments_counted_per_phase(
+    sizes: Iterable[int], samples: int, num_increments: int
+) -> Iterator[tuple[int, int]]:
     """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size), at least 1."""
     for size in sizes:
         yield max(-(-samples // (num_increments * size)), 1), size
 
 
-def _segments_counted_over_run(pairs: Sequence[tuple[int, int]], consumed: int = 0) -> Iterator[tuple[int | None, int]]:
+def _segments_counted_over_run(
+    pairs: Sequence[tuple[int, int]], consumed: int = 0
+) -> Iterator[tuple[int | None, int]]:
     """Yield (steps, size): each size until the first step at or past the next threshold, unless that is passed already."""
     for (_, size), (threshold, _) in itertools.pairwise(pairs):
         num_steps = -(-(threshold - consumed) // size)
@@ -353,4 +473,6 @@ def _segments_counted_over_run(pairs: Sequence[tuple[int, int]], consumed: int =
 
 
 def _negative(value: int, what: str) -> RampDefinitionError:
-    return RampDefinitionError(f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,))
+    return RampDefinitionError(
+        f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,)
+    )

@@ -7,10 +7,23 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Self
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, choice_error, combine
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampDefinitionError,
+    choice_error,
+    combine,
+)
 from rampup.plan.numbers import exact_fraction, to_yaml_number
 from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
-from rampup.plan.refusal import END, INCREMENT, RAMP_SAMPLES, START, growth_error, size_errors
+from rampup.plan.refusal import (
+    END,
+    INCREMENT,
+    RAMP_SAMPLES,
+    START,
+    growth_error,
+    size_errors,
+)
 from rampup.plan.split import BatchSplitter
 
 if TYPE_CHECKING:
@@ -23,7 +36,11 @@ AUTO_SCHEDULE = "auto"
 
 
 def ramp_from_config(
-    config: Any, num_devices: int, *, budget: int | Fraction | None = None, splitter: BatchSplitter | None = None
+    config: Any,
+    num_devices: int,
+    *,
+    budget: int | Fraction | None = None,
+    splitter: BatchSplitter | None = None,
 ) -> BatchRamp:
     """Return the ramp that a configuration's keys describe.
 
@@ -50,8 +67,14 @@ def ramp_from_config(
     """
     schedule = getattr(config, "batch_size_schedule", None)
     linear = getattr(config, "enable_rampup_batch_size", schedule is None)
-    if missing := [name for name in (END, *((START, INCREMENT, RAMP_SAMPLES) if linear else ())) if not hasattr(config, name)]:
-        raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
+    if missing := [
+        name
+        for name in (END, *((START, INCREMENT, RAMP_SAMPLES) if linear else ()))
+        if not hasattr(config, name)
+    ]:
+        raise ConfigError(
+            f"the config has no attribute {', '.join(missing)}", key=missing[0]
+        )
     if schedule is not None:
         if linear:
             text = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
@@ -61,19 +84,29 @@ def ramp_from_config(
         unit = getattr(config, "batch_size_schedule_unit", "samples")
         if unit not in SCHEDULE_UNITS:
             raise choice_error("batch_size_schedule_unit", unit, SCHEDULE_UNITS)
-        length = getattr(config, "max_target_length", None) if unit == "tokens" else None
+        length = (
+            getattr(config, "max_target_length", None) if unit == "tokens" else None
+        )
         return BatchRamp.from_schedule(schedule, sequence_length=length, budget=budget)
     factor = num_devices * getattr(config, "gradient_accumulation_steps", 1)
     names = (START, INCREMENT, END) if linear else (END,)
-    sizes = global_batch_sizes({name: getattr(config, name) for name in names}, factor, splitter)
+    sizes = global_batch_sizes(
+        {name: getattr(config, name) for name in names}, factor, splitter
+    )
     if not linear:
         return BatchRamp.constant(sizes[END])
     given = getattr(config, RAMP_SAMPLES)
-    samples = exact_fraction("null" if given is None else given, what=RAMP_SAMPLES, key=RAMP_SAMPLES)
+    samples = exact_fraction(
+        "null" if given is None else given, what=RAMP_SAMPLES, key=RAMP_SAMPLES
+    )
     if samples < 1 or samples.denominator != 1:
         rule = "must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false"
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
-        raise RampDefinitionError(f"{RAMP_SAMPLES}={to_yaml_number(samples)} {rule}", key=RAMP_SAMPLES, nearest=nearest)
+        raise RampDefinitionError(
+            f"{RAMP_SAMPLES}={to_yaml_number(samples)} {rule}",
+            key=RAMP_SAMPLES,
+            nearest=nearest,
+        )
     # A whole number of increments leads from the start to the end.
     growth = sizes[END] - sizes[START]
     if growth <= 0 or growth % sizes[INCREMENT]:
@@ -88,9 +121,14 @@ def ramp_from_config(
     )
 
 
-def global_batch_sizes(values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None) -> dict[str, int]:
+def global_batch_sizes(
+    values: Mapping[str, object], factor: int, splitter: BatchSplitter | None = None
+) -> dict[str, int]:
     """Return the global batch, size * factor, of each size per device of one ramp; a splitter must allow all. By key."""
-    sizes = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
+    sizes = {
+        key: exact_fraction("null" if x is None else x, what=key, key=key)
+        for key, x in values.items()
+    }
     unit = 1 if splitter is None else splitter.unit
     if any(size <= 0 or size * factor % unit for size in sizes.values()):
         raise combine(size_errors(sizes, factor, splitter))
@@ -101,12 +139,23 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
     """Return the sizes that the batch can have: `start` doubled as long as it fits, and `largest`. 4, 24: 4, 8, 16, 24."""
     if start < 1 or largest < start:
         growth = f"from {start} samples ({START}) to {largest} ({END}), which must not be less"
-        raise RampDefinitionError(f"batch_size_schedule=auto grows the batch {growth}", key=END, nearest=(start,))
+        raise RampDefinitionError(
+            f"batch_size_schedule=auto grows the batch {growth}",
+            key=END,
+            nearest=(start,),
+        )
     if largest % start:
         nearest = (largest - largest % start, largest - largest % start + start)
         rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
-        fix = f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
-        raise BatchDivisibilityError(f"batch_size_schedule=auto: {rule}, {fix}", value=largest, divisor=start, key=END)
+        fix = (
+            f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
+        )
+        raise BatchDivisibilityError(
+            f"batch_size_schedule=auto: {rule}, {fix}",
+            value=largest,
+            divisor=start,
+            key=END,
+        )
     doubled = [start << k for k in range((largest // start).bit_length())]
     return tuple(dict.fromkeys([*doubled, largest]))
 
@@ -144,7 +193,10 @@ class RampupBatchManager:
 
     def __init__(self, config: Any, step_num: int = 0) -> None:
         if not hasattr(config, "num_target_devices"):
-            raise ConfigError("the config has no attribute num_target_devices", key="num_target_devices")
+            raise ConfigError(
+                "the config has no attribute num_target_devices",
+                key="num_target_devices",
+            )
         self._begin(ramp_from_config(config, int(config.num_target_devices)), step_num)
 
     @classmethod
@@ -156,14 +208,20 @@ class RampupBatchManager:
 
     def _begin(self, ramp: BatchRamp, step_num: int) -> None:
         if step_num < -1:
-            raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
+            raise RampDefinitionError(
+                f"step_num={step_num} must be -1 (none), 0 or more",
+                key="step_num",
+                nearest=(-1, 0),
+            )
         each = ramp.samples_per_increment
         self.ramp = ramp
         self.step = max(step_num, 0)
         self.global_batch_size_start = ramp.sizes[0]
         self.global_batch_size_end = ramp.sizes[-1]
         self.samples_per_increment = each
-        self.global_rampup_samples = ramp.ramp_samples if each is None else each * ramp.num_increments
+        self.global_rampup_samples = (
+            ramp.ramp_samples if each is None else each * ramp.num_increments
+        )
         self.total_rampup_steps = ramp.ramp_steps
 
     def update(self) -> bool:
@@ -192,8 +250,12 @@ class RampupBatchManager:
         if self.ramp.num_increments == 0:
             return 0
         if self.ramp.samples_per_increment is None:
-            raise RampDefinitionError("a batch_size_schedule has no single increment; see ramp.phases")
-        return (self.global_batch_size_end - self.global_batch_size_start) // self.ramp.num_increments
+            raise RampDefinitionError(
+                "a batch_size_schedule has no single increment; see ramp.phases"
+            )
+        return (
+            self.global_batch_size_end - self.global_batch_size_start
+        ) // self.ramp.num_increments
 
     @property
     def total_used_samples(self) -> int:
@@ -206,5 +268,10 @@ class RampupBatchManager:
         return self.total_used_samples - self.phase.start_sample
 
     def __repr__(self) -> str:
-        names = ("step", "global_batch_size_current", "total_used_samples", "rampup_active")
+        names = (
+            "step",
+            "global_batch_size_current",
+            "total_used_samples",
+            "rampup_active",
+        )
         return f"RampupBatchManager({', '.join(f'{name}={getattr(self, name)}' for name in names)})"

@@ -11,7 +11,13 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError
-from rampup.plan.numbers import divisors, format_product, nearest_in, nearest_multiples, to_yaml_number
+from rampup.plan.numbers import (
+    divisors,
+    format_product,
+    nearest_in,
+    nearest_multiples,
+    to_yaml_number,
+)
 
 if TYPE_CHECKING:
     from rampup.plan.split import BatchSplitter
@@ -29,12 +35,21 @@ RAMP_SAMPLES = "global_rampup_samples"
 # the legal sizes are one arithmetic progression, and "nearest" are its members next to B, whatever their microbatch.
 def nearest_batches(splitter: BatchSplitter, global_batch_size: int) -> tuple[int, ...]:
     """Return the nearest legal global batch sizes below and above."""
-    legal = [size for size in nearest_multiples(global_batch_size, splitter.unit) if size >= splitter.smallest]
+    legal = [
+        size
+        for size in nearest_multiples(global_batch_size, splitter.unit)
+        if size >= splitter.smallest
+    ]
     return tuple(legal) or (splitter.smallest,)
 
 
 def batch_error(
-    splitter: BatchSplitter, global_batch_size: int, where: str, *, key: str | None = None, fix: str = ""
+    splitter: BatchSplitter,
+    global_batch_size: int,
+    where: str,
+    *,
+    key: str | None = None,
+    fix: str = "",
 ) -> BatchDivisibilityError:
     """Return the error about a global batch that a splitter refuses. `fix` ends the message: a way out besides other sizes."""
     rules = f"a multiple of {unit_rule(splitter)}"
@@ -43,18 +58,24 @@ def batch_error(
     nearest = nearest_batches(splitter, global_batch_size)
     offered = f"nearest: {', '.join(map(str, nearest))}{fix}"
     text = f"global_batch_size={global_batch_size} ({where}) must be {rules}; {offered}"
-    return BatchDivisibilityError(text, value=global_batch_size, divisor=splitter.unit, key=key, nearest=nearest)
+    return BatchDivisibilityError(
+        text, value=global_batch_size, divisor=splitter.unit, key=key, nearest=nearest
+    )
 
 
 def unit_rule(splitter: BatchSplitter) -> str:
     """Return `splitter.unit` as text: the products of keys that it is the least common multiple of."""
     conditions = splitter.conditions
     last = math.prod(conditions[-1].values())
-    needed = [c for c in conditions if c is conditions[-1] or last % math.prod(c.values())]
+    needed = [
+        c for c in conditions if c is conditions[-1] or last % math.prod(c.values())
+    ]
     return " and of ".join(format_product(factors) for factors in needed)
 
 
-def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None) -> list[RampupError]:
+def size_errors(
+    sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplitter | None
+) -> list[RampupError]:
     """Return the errors about sizes per device of one ramp, by key, whose `factor`-fold is no whole or legal global batch."""
     step = _step(factor, splitter)
     unit = 1 if splitter is None else splitter.unit
@@ -63,21 +84,33 @@ def size_errors(sizes: Mapping[str, Fraction], factor: int, splitter: BatchSplit
         rule += f" and a multiple of {unit_rule(splitter)}"
     problems: list[RampupError] = []
     for key, size in sizes.items():
-        nearest = _nearest_sizes(sizes, key, step) or nearest_multiples(max(size, Fraction(0)), step)
+        nearest = _nearest_sizes(sizes, key, step) or nearest_multiples(
+            max(size, Fraction(0)), step
+        )
         offered = [to_yaml_number(n) for n in nearest]
         if size <= 0:
             text = f"{key}={_format(size)} must be greater than 0; nearest: {_format(*nearest)}"
             problems.append(RampDefinitionError(text, key=key, nearest=offered))
         elif size % step:
-            factors = "num_devices" if key.startswith("eval_") else "num_devices * gradient_accumulation_steps"
+            factors = (
+                "num_devices"
+                if key.startswith("eval_")
+                else "num_devices * gradient_accumulation_steps"
+            )
             samples = f"{_format(size * factor)} samples ({factors} = {factor})"
             text = f"{key}={_format(size)} gives {samples}, which must be {rule}; nearest {key}: {_format(*nearest)}"
             number = math.floor(size * factor)
-            problems.append(BatchDivisibilityError(text, value=number, divisor=unit, key=key, nearest=offered))
+            problems.append(
+                BatchDivisibilityError(
+                    text, value=number, divisor=unit, key=key, nearest=offered
+                )
+            )
     return problems
 
 
-def growth_error(batches: Mapping[str, int], factor: int, splitter: BatchSplitter | None) -> RampDefinitionError:
+def growth_error(
+    batches: Mapping[str, int], factor: int, splitter: BatchSplitter | None
+) -> RampDefinitionError:
     """Return the error about a linear ramp of legal batches, by key, whose increments do not lead from its start to its end."""
     sizes = {key: Fraction(batch, factor) for key, batch in batches.items()}
     start = sizes[START]
@@ -86,13 +119,26 @@ def growth_error(batches: Mapping[str, int], factor: int, splitter: BatchSplitte
     if end <= start:
         rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
         fix = "for a decreasing batch size use batch_size_schedule"
-        return RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
-    legal = {key: _nearest_sizes(sizes, key, _step(factor, splitter)) for key in (INCREMENT, START, END)}
-    span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
-    offered = [f"{key} {_format(*legal[key], separator=' or ')}" for key in (END, INCREMENT)]
+        return RampDefinitionError(
+            f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),)
+        )
+    legal = {
+        key: _nearest_sizes(sizes, key, _step(factor, splitter))
+        for key in (INCREMENT, START, END)
+    }
+    span = (
+        f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
+    )
+    offered = [
+        f"{key} {_format(*legal[key], separator=' or ')}" for key in (END, INCREMENT)
+    ]
     text = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; nearest: {', or '.join(offered)}"
-    problem = RampDefinitionError(text, key=END, nearest=[to_yaml_number(n) for n in legal.pop(END)])
-    problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in legal.items()}
+    problem = RampDefinitionError(
+        text, key=END, nearest=[to_yaml_number(n) for n in legal.pop(END)]
+    )
+    problem.alternatives = {
+        key: tuple(map(to_yaml_number, values)) for key, values in legal.items()
+    }
     return problem
 
 
@@ -101,7 +147,9 @@ def _step(factor: int, splitter: BatchSplitter | None) -> Fraction:
     return Fraction(1 if splitter is None else splitter.unit, factor)
 
 
-def _nearest_sizes(sizes: Mapping[str, Fraction], key: str, step: Fraction) -> list[Fraction]:
+def _nearest_sizes(
+    sizes: Mapping[str, Fraction], key: str, step: Fraction
+) -> list[Fraction]:
     """Return the nearest values of a key with which the ramp is legal if the other keys stay. Empty if they must change too."""
     others = [size for name, size in sizes.items() if name != key]
     if not others or any(size <= 0 or size % step for size in others):
@@ -111,11 +159,17 @@ def _nearest_sizes(sizes: Mapping[str, Fraction], key: str, step: Fraction) -> l
     increment = sizes[INCREMENT]
     end = sizes[END]
     if key == START:
-        return [n for n in nearest_multiples(value, increment, end % increment) if n < end]
+        return [
+            n for n in nearest_multiples(value, increment, end % increment) if n < end
+        ]
     if key == INCREMENT:
         span = int((end - start) / step)  # no divisors if the ramp does not grow
-        return nearest_in(value, [step * span / n for n in reversed(divisors(span)) if n <= 10_000])
-    return [start + n for n in nearest_multiples(max(value - start, Fraction(0)), increment)]
+        return nearest_in(
+            value, [step * span / n for n in reversed(divisors(span)) if n <= 10_000]
+        )
+    return [
+        start + n for n in nearest_multiples(max(value - start, Fraction(0)), increment)
+    ]
 
 
 def _format(*values: Fraction, separator: str = ", ") -> str:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, choice_error, combine
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    PipelineShapeError,
+    RampupError,
+    choice_error,
+    combine,
+)
 from rampup.plan.numbers import AUTO, divisors, nearest_multiples
 from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 from rampup.plan.refusal import batch_error
@@ -42,11 +49,18 @@ class BatchSplit:
     microbatch_size: int
 
     def __post_init__(self) -> None:
-        factors = (self.data_parallel_size, self.accumulation_steps, self.num_pipeline_microbatches, self.microbatch_size)
+        factors = (
+            self.data_parallel_size,
+            self.accumulation_steps,
+            self.num_pipeline_microbatches,
+            self.microbatch_size,
+        )
         if min(factors) < 1 or math.prod(factors) != self.global_batch_size:
             product = "data_parallel_size * accumulation_steps * num_pipeline_microbatches * microbatch_size"
             rule = f"global_batch_size={self.global_batch_size} must be {product} = {' * '.join(map(str, factors))}"
-            raise BatchDivisibilityError(rule, value=self.global_batch_size, divisor=max(math.prod(factors), 1))
+            raise BatchDivisibilityError(
+                rule, value=self.global_batch_size, divisor=max(math.prod(factors), 1)
+            )
 
     @property
     def num_microbatches(self) -> int:
@@ -106,31 +120,56 @@ class BatchSplitter:
             raise combine(problems)
         conditions = [math.prod(factors.values()) for factors in self.conditions]
         object.__setattr__(self, "unit", math.lcm(*conditions))
-        object.__setattr__(self, "smallest", conditions[0] * max(self.microbatch_size, 1))  # -1, automatic, counts as 1
+        object.__setattr__(
+            self, "smallest", conditions[0] * max(self.microbatch_size, 1)
+        )  # -1, automatic, counts as 1
         object.__setattr__(self, "_pass_unit", math.prod(self._pass_factors.values()))
 
     def _problems(self) -> Iterator[RampupError]:
         p = self.num_stages
         m, b = self.num_pipeline_microbatches, self.microbatch_size
-        sizes = {name: getattr(self, name) for name in ("data_parallel_size", "gradient_accumulation_steps", "num_stages")}
+        sizes = {
+            name: getattr(self, name)
+            for name in (
+                "data_parallel_size",
+                "gradient_accumulation_steps",
+                "num_stages",
+            )
+        }
         for key, size in {**sizes, "num_pipeline_repeats": self.num_repeats}.items():
             if size < 1:
-                yield ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
+                yield ConfigError(
+                    f"{key}={size} must be at least 1", key=key, nearest=(1,)
+                )
         key = "microbatch_size"
         if b < 1 and b != AUTO:
-            yield ConfigError(f"{key}={b} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
+            yield ConfigError(
+                f"{key}={b} must be -1 (automatic) or at least 1",
+                key=key,
+                nearest=(AUTO, 1),
+            )
         if self.rampup_microbatch not in RAMPUP_MICROBATCH:
-            yield choice_error("rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH)
+            yield choice_error(
+                "rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH
+            )
         if b != AUTO and self.rampup_microbatch == "per_phase":
             rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
             fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
             yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
         if self.whole_batch:
-            for name, legal in (("gradient_accumulation_steps", 1), ("num_stages", 1), ("microbatch_size", AUTO)):
+            for name, legal in (
+                ("gradient_accumulation_steps", 1),
+                ("num_stages", 1),
+                ("microbatch_size", AUTO),
+            ):
                 if (size := getattr(self, name)) != legal:
                     rule = f"whole_batch=true makes every batch one microbatch, so it needs {name}={legal}, not {size}"
                     key = "ici_pipeline_parallelism" if name == "num_stages" else name
-                    yield ConfigError(f"{rule}; set it, or whole_batch=false", key=key, nearest=(legal,))
+                    yield ConfigError(
+                        f"{rule}; set it, or whole_batch=false",
+                        key=key,
+                        nearest=(legal,),
+                    )
         if m == AUTO or p < 1:
             return
         key = "num_pipeline_microbatches"
@@ -138,22 +177,38 @@ class BatchSplitter:
         strict = self.strict_multiple and m % p != 0
         late = self.delay_activation_forwarding and m < minimum
         if m < 1:
-            yield PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))
+            yield PipelineShapeError(
+                f"{key}={m} must be -1 (automatic) or at least 1",
+                key=key,
+                nearest=(AUTO, p),
+            )
         elif p == 1 and m > 1:
             problem = f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1"
             fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
             yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
         elif p > 1 and (strict or late):
-            rules = [f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}"] * strict
-            rules += [f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)"] * late
+            rules = [
+                f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}"
+            ] * strict
+            rules += [
+                f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)"
+            ] * late
             nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
-            hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
+            hint = (
+                "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
+            )
             rule = f"{key}={m} must be {' and '.join(rules)}; nearest: {', '.join(map(str, nearest))}{hint}"
             yield PipelineShapeError(rule, key=key, nearest=nearest)
 
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation factor."""
-        return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None, min_microbatches=1)
+        return replace(
+            self,
+            gradient_accumulation_steps=1,
+            rampup_microbatch="fixed",
+            tick_overhead=None,
+            min_microbatches=1,
+        )
 
     def allows(self, global_batch_size: int) -> bool:
         """Return whether a global batch of this size can be split."""
@@ -161,21 +216,37 @@ class BatchSplitter:
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
         """Split all phases' batches, then the sizes reserved for later, or raise an error about all that cannot be split."""
-        if refused := [batch_error(self, size, f"phase {i}") for i, size in enumerate(sizes) if not self.allows(size)]:
+        if refused := [
+            batch_error(self, size, f"phase {i}")
+            for i, size in enumerate(sizes)
+            if not self.allows(size)
+        ]:
             raise combine(refused)
         largest = [self.largest_microbatch(size) for size in sizes]
         if is_per_phase := self.whole_batch or self.rampup_microbatch == "per_phase":
             best = [self.candidates([size]) for size in sizes]
-            chosen = [found[0].microbatch_size if found else b for found, b in zip(best, largest, strict=True)]
+            chosen = [
+                found[0].microbatch_size if found else b
+                for found, b in zip(best, largest, strict=True)
+            ]
         else:
             if (fixed := self.microbatch_size) == AUTO:
-                fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else self.legal_microbatches(sizes)[-1]
+                fixed = (
+                    found[0].microbatch_size
+                    if (found := self.candidates(sizes))
+                    else self.legal_microbatches(sizes)[-1]
+                )
             chosen = [fixed] * len(sizes)
             if self.rampup_microbatch == "auto":
                 chosen[-1] = largest[-1]
-        return tuple(self._make_split(size, b, merge_passes=not is_per_phase) for size, b in zip(sizes, chosen, strict=True))
+        return tuple(
+            self._make_split(size, b, merge_passes=not is_per_phase)
+            for size, b in zip(sizes, chosen, strict=True)
+        )
 
-    def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
+    def split_with(
+        self, global_batch_size: int, microbatch_size: int
+    ) -> BatchSplit | None:
         """Return the split of a batch into microbatches of a given size, or None if they do not divide it or must not."""
         replicas = self.data_parallel_size * self._pass_unit
         if global_batch_size % (replicas * microbatch_size) or self.whole_batch:
@@ -186,14 +257,24 @@ class BatchSplitter:
         """Return the splits of the last batch whose microbatch divides all, fastest first; none without p > 1, automatic m and
         b, and `tick_overhead`.
         """
-        chooses = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and self.microbatch_size == AUTO
+        chooses = (
+            self.num_stages > 1
+            and self.num_pipeline_microbatches == AUTO
+            and self.microbatch_size == AUTO
+        )
         if not chooses or self.tick_overhead is None:
             return ()
-        passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
+        passes = (
+            self.gradient_accumulation_steps
+            if self.rampup_microbatch == "per_phase"
+            else 1
+        )
         # b = samples / m divides all batches if m is a multiple of samples / shared, and is at most the largest legal b of
         # every batch if m is at least samples divided by it.
         samples = sizes[-1] // (self.data_parallel_size * passes)
-        shared = math.gcd(*sizes) // (self.data_parallel_size * passes * self._pass_unit)
+        shared = math.gcd(*sizes) // (
+            self.data_parallel_size * passes * self._pass_unit
+        )
         return pipeline_candidates(
             samples,
             num_stages=self.num_stages,
@@ -210,10 +291,19 @@ class BatchSplitter:
         # divisors therefore leaves none out.
         samples = global_batch_size // (self.data_parallel_size * self._pass_unit)
         largest = samples // self.gradient_accumulation_steps
-        if self.whole_batch or self._pass_unit * self.gradient_accumulation_steps >= self.min_microbatches:
+        if (
+            self.whole_batch
+            or self._pass_unit * self.gradient_accumulation_steps
+            >= self.min_microbatches
+        ):
             return largest
         return max(
-            (n for n in divisors(samples) if n <= largest and samples // n * self._pass_unit >= self.min_microbatches),
+            (
+                n
+                for n in divisors(samples)
+                if n <= largest
+                and samples // n * self._pass_unit >= self.min_microbatches
+            ),
             default=1,
         )
 
@@ -223,12 +313,16 @@ class BatchSplitter:
         common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
         return tuple(n for n in divisors(common) if n <= largest)
 
-    def _make_split(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
+    def _make_split(
+        self, size: int, microbatch_size: int, *, merge_passes: bool
+    ) -> BatchSplit:
         """Split a batch. With `merge_passes`, an automatic m makes one long pass: its bubble is smaller than several."""
         num_microbatches = size // (self.data_parallel_size * microbatch_size)
         per_pass = self._pass_unit
         if self.num_stages > 1 and self.num_pipeline_microbatches == AUTO:
-            per_pass = num_microbatches // (1 if merge_passes else self.gradient_accumulation_steps)
+            per_pass = num_microbatches // (
+                1 if merge_passes else self.gradient_accumulation_steps
+            )
         return BatchSplit(
             global_batch_size=size,
             data_parallel_size=self.data_parallel_size,
@@ -244,13 +338,23 @@ class BatchSplitter:
             return {}
         if self.num_pipeline_microbatches != AUTO:
             return {"num_pipeline_microbatches": self.num_pipeline_microbatches}
-        return {"num_stages": self.num_stages} | ({"delayed forwarding": 2} if self.delay_activation_forwarding else {})
+        return {"num_stages": self.num_stages} | (
+            {"delayed forwarding": 2} if self.delay_activation_forwarding else {}
+        )
 
     @property
     def conditions(self) -> list[dict[str, int]]:
         """The products, by name, that every global batch must be a multiple of."""
         replicas = {"data_parallel_size": self.data_parallel_size}
-        conditions = [replicas | {"gradient_accumulation_steps": self.gradient_accumulation_steps} | self._pass_factors]
+        conditions = [
+            replicas
+            | {"gradient_accumulation_steps": self.gradient_accumulation_steps}
+            | self._pass_factors
+        ]
         if self.microbatch_size != AUTO:
-            conditions.append(replicas | {"microbatch_size": self.microbatch_size} | self._pass_factors)
+            conditions.append(
+                replicas
+                | {"microbatch_size": self.microbatch_size}
+                | self._pass_factors
+            )
         return conditions

@@ -46,7 +46,9 @@ class Chip:
 def _shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     """Return the most compact shape for each number of chips, in ascending order of chips."""
     shapes = dict(_FLAT if chip.dimensions == 2 else _SMALL_CUBES)
-    for cubes in range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ():
+    for cubes in (
+        range(1, chip.max_chips // _CUBE**3 + 1) if chip.dimensions == 3 else ()
+    ):
         boxes = (
             (a, b, cubes // (a * b))
             for a in range(1, math.isqrt(cubes) + 1)
@@ -82,7 +84,16 @@ CHIPS = {
     )
 }  # fmt: skip
 # The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
-_FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_FLAT = {
+    1: (1, 1),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
 _FLAT |= {512: (16, 32), 1024: (32, 32)}
 _SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 _CUBE, _RING = 4, 16
@@ -108,28 +119,51 @@ class Topology:
         """Return the topology of a name, or raise a ConfigError about its generation, shape or size."""
         match = _NAME.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
-            raise _error(f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4")
+            raise _error(
+                f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4"
+            )
         slices, prefix, separator, size = match.groups()
-        chip = CHIPS.get(prefix) or next((c for c in CHIPS.values() if prefix in (c.product, *c.aliases)), None)
+        chip = CHIPS.get(prefix) or next(
+            (c for c in CHIPS.values() if prefix in (c.product, *c.aliases)), None
+        )
         if chip is None:
-            raise _error(f"topology={text}: {prefix!r} is not a TPU generation; choose from {', '.join(CHIPS)}", *CHIPS)
+            raise _error(
+                f"topology={text}: {prefix!r} is not a TPU generation; choose from {', '.join(CHIPS)}",
+                *CHIPS,
+            )
         num_slices = int(slices or 1)
         if not 1 <= num_slices <= MAX_SLICES:
-            raise _error(f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}")
+            raise _error(
+                f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}"
+            )
         if separator == ":":
             shape = tuple(int(side) for side in size.split("x") if side)
             chips = math.prod(shape)
-            if len(shape) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(shape) < 1:
+            if (
+                len(shape) != chip.dimensions
+                or size.count("x") != chip.dimensions - 1
+                or min(shape) < 1
+            ):
                 example = cls(chip=chip, shape=_shapes(chip)[64]).name
-                raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
+                raise _error(
+                    f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}",
+                    example,
+                )
             if chip.dimensions == 2 and shape not in _shapes(chip).values():
                 raise _nearest_error(chip, text, chips, "is not a shape of its slices")
             if chip.dimensions == 3 and shape not in _SMALL_CUBES.values():
                 if any(side % _CUBE for side in shape) or list(shape) != sorted(shape):
                     rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4"
-                    raise _nearest_error(chip, text, chips, f"{rule} in ascending order")
+                    raise _nearest_error(
+                        chip, text, chips, f"{rule} in ascending order"
+                    )
                 if chips > chip.max_chips:
-                    raise _nearest_error(chip, text, chips, f"has {chips:,} chips of at most {chip.max_chips:,}")
+                    raise _nearest_error(
+                        chip,
+                        text,
+                        chips,
+                        f"has {chips:,} chips of at most {chip.max_chips:,}",
+                    )
         else:  # the number of a product name counts chips or TensorCores
             unit = 2 if chip.counts_cores else 1
             number = int(size) if size.isdecimal() else 0
@@ -147,7 +181,11 @@ class Topology:
     @property
     def name(self) -> str:
         """The compiler's name, with the number of slices in front if there are several."""
-        return self.slice_name if self.num_slices == 1 else f"{self.num_slices}*{self.slice_name}"
+        return (
+            self.slice_name
+            if self.num_slices == 1
+            else f"{self.num_slices}*{self.slice_name}"
+        )
 
     @property
     def product_name(self) -> str:
@@ -192,7 +230,10 @@ class Topology:
             "devices_per_chip": chip.devices,
             "wrap": list(self.wrap[: len(self.shape)]),
             "hbm_bytes": self.hbm_bytes,
-            **{name: getattr(chip, name) / chip.devices for name in ("peak_flops", "hbm_bandwidth", "ici_bandwidth")},
+            **{
+                name: getattr(chip, name) / chip.devices
+                for name in ("peak_flops", "hbm_bandwidth", "ici_bandwidth")
+            },
             "source": chip.source,
         }
 
@@ -201,7 +242,9 @@ def known_topologies() -> Iterator[Topology]:
     """Yield one slice for each power of two of chips that has a product name, up to 1,024: larger ones have the same cubes."""
     for chip in CHIPS.values():
         for chips, shape in _shapes(chip).items():
-            if chips.bit_count() == 1 and (not chip.counts_cores if chips == 1 else chips <= 1024):
+            if chips.bit_count() == 1 and (
+                not chip.counts_cores if chips == 1 else chips <= 1024
+            ):
                 yield Topology(chip=chip, shape=shape)
 
 
@@ -234,4 +277,11 @@ def peak_flops(device_kind: str) -> float | None:
     for chip in CHIPS.values():
         if device_kind in chip.kinds:
             return chip.peak_flops / chip.devices
-    return next((peak for name, peak in _GPU_PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_kind)), None)
+    return next(
+        (
+            peak
+            for name, peak in _GPU_PEAK_FLOPS.items()
+            if re.search(rf"\b{name}\b", device_kind)
+        ),
+        None,
+    )

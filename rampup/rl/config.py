@@ -24,7 +24,14 @@ from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 from rampup.plan.ramp_keys import AUTO_SCHEDULE
-from rampup.rl.plan import AGGREGATIONS, MAX_SAMPLES, Experience, RolloutPlan, Size, Training
+from rampup.rl.plan import (
+    AGGREGATIONS,
+    MAX_SAMPLES,
+    Experience,
+    RolloutPlan,
+    Size,
+    Training,
+)
 from rampup.rl.schedule import RolloutSchedule
 
 # Above this share of padding, a note advises smaller passes.
@@ -214,7 +221,9 @@ class RolloutConfig(Settings):
     def prompts_used(self) -> int:
         """Prompts available to one pass of the run, counted as in MaxText RL."""
         requested = int(self.num_batches * self.batch_size * self.train_fraction)
-        return requested if self.num_prompts is None else min(requested, self.num_prompts)
+        return (
+            requested if self.num_prompts is None else min(requested, self.num_prompts)
+        )
 
     @property
     def is_auto(self) -> bool:
@@ -235,31 +244,53 @@ class RolloutConfig(Settings):
     def eval_prompts(self) -> int:
         """Prompts of one evaluation: the full batches from test_batch_start_index on."""
         size = self.eval_batch
-        return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
+        return max(
+            (self.num_test_batches * size - self.test_batch_start_index) // size * size,
+            0,
+        )
 
     num_kv_heads = ModelKeys.num_kv_heads
 
     def _contradictions(self) -> list[RampupError]:
         sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
-        given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) != AUTO]
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name in sizes
+            if getattr(self, name) != AUTO
+        ]
         problems: list[RampupError] = []
         if len(given) > 1:
             text = f"{' and '.join(given)} all set the size of a pass; set all but one of them to -1"
-            problems.append(ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,)))
-        largest = self.num_generations * (self.max_prompt_length + self.max_response_length)
+            problems.append(
+                ConfigError(text, key=given[1].partition("=")[0], nearest=(AUTO,))
+            )
+        largest = self.num_generations * (
+            self.max_prompt_length + self.max_response_length
+        )
         if AUTO != self.token_batch_size < largest:
             text = f"token_batch_size={self.token_batch_size} must have room for one prompt: rl.num_generations * "
             text += f"(max_prompt_length + max_response_length) = {largest:,} tokens"
-            problems.append(ConfigError(text, key="token_batch_size", nearest=(largest,)))
+            problems.append(
+                ConfigError(text, key="token_batch_size", nearest=(largest,))
+            )
         if self.is_auto:
             # A step is one optimizer step of each model and epoch, whatever its prompts, and its size is that of the noise.
-            needed = {"measure_gradient_noise": True, "rl.num_generations_schedule": None}
-            needed |= dict.fromkeys(("mini_batch_size", "critic_mini_batch_size", "token_batch_size"), AUTO)
+            needed = {
+                "measure_gradient_noise": True,
+                "rl.num_generations_schedule": None,
+            }
+            needed |= dict.fromkeys(
+                ("mini_batch_size", "critic_mini_batch_size", "token_batch_size"), AUTO
+            )
             for name, value in needed.items():
                 if (given := getattr(self, name.removeprefix("rl."))) != value:
-                    shown, found = ("null" if x is None else str(x).lower() for x in (value, given))
+                    shown, found = (
+                        "null" if x is None else str(x).lower() for x in (value, given)
+                    )
                     text = f"rl.batch_size_schedule={self.batch_size_schedule!r} follows the noise, and needs {name}={shown}; "
-                    problems.append(ConfigError(f"{text}it is {found}", key=name, nearest=(value,)))
+                    problems.append(
+                        ConfigError(f"{text}it is {found}", key=name, nearest=(value,))
+                    )
         if self.num_steps < 1:
             # The keys that leave fewer prompts than one batch: of the run, of the data set, or both.
             minimum = -(-self.batch_size // self.num_epoch)
@@ -268,23 +299,27 @@ class RolloutConfig(Settings):
                 enough["num_prompts"] = minimum
             if self.num_batches * self.batch_size * self.train_fraction < minimum:
                 batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
-                fraction = to_yaml_number(Fraction(minimum, self.num_batches * self.batch_size))
-                enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
-            for key, value in enough.items():
-                text = (
-                    f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
+                fraction = to_yaml_number(
+                    Fraction(minimum, self.num_batches * self.batch_size)
                 )
+                enough |= (
+                    {"num_batches": batches}
+                    if batches <= MAX_SAMPLES
+                    else {"train_fraction": fraction}
+                )
+            for key, value in enough.items():
+                text = f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
                 text += f"fill a batch_size={self.batch_size}; nearest: {value}"
                 problems.append(ConfigError(text, key=key, nearest=(value,)))
         problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
             size = self.eval_batch
             most = (self.num_test_batches - 1) * size
-            text = (
-                f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
-            )
+            text = f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
             text += f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation"
-            problems.append(ConfigError(text, key="test_batch_start_index", nearest=(most,)))
+            problems.append(
+                ConfigError(text, key="test_batch_start_index", nearest=(most,))
+            )
         return problems
 
 
@@ -296,17 +331,24 @@ def is_rollout_file(path: str | Path) -> bool:
     rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
     # A name that other systems use, such as batch_size, tells nothing.
     names = {name for name in names_in(path) if not keys_for_alias(name, RAMP_KEYS)}
-    return len(names & (rollout - set(RAMP_KEYS))) > len(names & (set(RAMP_KEYS) - rollout))
+    return len(names & (rollout - set(RAMP_KEYS))) > len(
+        names & (set(RAMP_KEYS) - rollout)
+    )
 
 
 def load_rollout_config(
-    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
 ) -> RolloutConfig:
     """Load the configuration of a rollout, as `rampup.load_config` does that of a ramp."""
     return load_settings(RolloutConfig, path, overrides, environ=environ)
 
 
-def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) -> RolloutPlan:
+def build_rollout_plan(
+    config: RolloutConfig, num_devices: int | None = None
+) -> RolloutPlan:
     """Return the plan that a configuration describes. Without `num_devices`, its own, which then must not be -1.
 
     Raises:
@@ -314,11 +356,19 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
     """
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
+        raise ConfigError(
+            f"num_devices={num_devices} must be at least 1",
+            key="num_devices",
+            nearest=(1,),
+        )
 
     def prompts(*names: str) -> Size | None:
         """Return the first of some sizes in prompts that is set."""
-        found = (Size(count=count, unit="prompts", key=name) for name in names if (count := getattr(config, name)) != AUTO)
+        found = (
+            Size(count=count, unit="prompts", key=name)
+            for name in names
+            if (count := getattr(config, name)) != AUTO
+        )
         return next(found, None)
 
     mini_batch = prompts("mini_batch_size", "batch_size")
@@ -328,26 +378,44 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
             microbatch = Size(count=count, unit=unit, scope="replica", key=name)
     try:
         axes = mesh_axes(config, num_devices)
-        shape = {"data_parallel_size": axes.data_parallel_size, "num_stages": axes.pipeline}
-        policy = Training(mini_batch=mini_batch, microbatch=microbatch, num_epochs=config.num_iterations, **shape)
+        shape = {
+            "data_parallel_size": axes.data_parallel_size,
+            "num_stages": axes.pipeline,
+        }
+        policy = Training(
+            mini_batch=mini_batch,
+            microbatch=microbatch,
+            num_epochs=config.num_iterations,
+            **shape,
+        )
         critic = replace(
             policy,
             mini_batch=prompts("critic_mini_batch_size") or mini_batch,
             microbatch=prompts("critic_train_micro_batch_size") or microbatch,
-            num_epochs=config.num_iterations if config.critic_num_iterations == AUTO else config.critic_num_iterations,
+            num_epochs=config.num_iterations
+            if config.critic_num_iterations == AUTO
+            else config.critic_num_iterations,
         )
         return RolloutPlan(
             rollout_batch=prompts("batch_size"),
             samples_per_prompt=config.num_generations,
             policy=policy,
             critic=critic if config.enable_critic else None,
-            generation=prompts("rollout_micro_batch_size", "train_micro_batch_size") or mini_batch,
+            generation=prompts("rollout_micro_batch_size", "train_micro_batch_size")
+            or mini_batch,
             num_steps=config.num_steps,
             pad=config.pad_microbatches,
             eval_prompts=config.eval_prompts,
             eval_samples_per_prompt=config.eval_num_generations,
             experience=Experience(
-                **{name: getattr(config, name) for name in ("max_prompt_length", "max_response_length", "token_dtype")},
+                **{
+                    name: getattr(config, name)
+                    for name in (
+                        "max_prompt_length",
+                        "max_response_length",
+                        "token_dtype",
+                    )
+                },
                 reference=config.enable_reference_policy,
                 value_dtype=config.experience_dtype,
             ),
@@ -359,10 +427,14 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
         raise_together(error.problems or (error,))
 
 
-def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None) -> RolloutSchedule:
+def build_rollout_schedule(
+    config: RolloutConfig, num_devices: int | None = None
+) -> RolloutSchedule:
     """Return the rollouts of a configuration's run, whose batch grows if it has a schedule; see `build_rollout_plan`."""
     problems: list[RampupError] = []
-    growth: dict[str, dict[int, int]] = {}  # of each size, by the first step that has it
+    growth: dict[
+        str, dict[int, int]
+    ] = {}  # of each size, by the first step that has it
     for name in ("batch_size", "num_generations"):
         text = getattr(config, f"{name}_schedule")
         largest = getattr(config, name)
@@ -383,22 +455,37 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
                 rule = f" must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
             growth[name] = dict(pairs)
         except RampupError as error:
-            rule = ": write the first size before auto, such as '0:8 auto'" if is_auto else f": {error}"
+            rule = (
+                ": write the first size before auto, such as '0:8 auto'"
+                if is_auto
+                else f": {error}"
+            )
         if rule:
-            problems.append(ConfigError(f"rl.{name}_schedule={text!r}{rule}", key=f"rl.{name}_schedule"))
+            problems.append(
+                ConfigError(
+                    f"rl.{name}_schedule={text!r}{rule}", key=f"rl.{name}_schedule"
+                )
+            )
     raise_together(problems)
     wanted = []
     for first in sorted({step for pairs in growth.values() for step in pairs}):
-        sizes = {name: pairs[max(step for step in pairs if step <= first)] for name, pairs in growth.items()}
+        sizes = {
+            name: pairs[max(step for step in pairs if step <= first)]
+            for name, pairs in growth.items()
+        }
         wanted.append((first, f"from step {first:,}: " if first else "", sizes))
     if config.is_auto:
         size = growth["batch_size"][0]
         while (size := min(2 * size, config.batch_size)) > wanted[-1][2]["batch_size"]:
-            wanted.append((config.num_steps, f"with {size:,} prompts: ", {"batch_size": size}))
+            wanted.append(
+                (config.num_steps, f"with {size:,} prompts: ", {"batch_size": size})
+            )
     stages = []
     for first, where, sizes in wanted:
         try:
-            stages.append((first, build_rollout_plan(replace(config, **sizes), num_devices)))
+            stages.append(
+                (first, build_rollout_plan(replace(config, **sizes), num_devices))
+            )
         except RampupError as error:
             for problem in error.problems or (error,):
                 problem.args = (f"{where}{problem}",)
@@ -417,26 +504,62 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that drop data or differ from MaxText RL."""
     notes = []
-    grows = config.batch_size_schedule is not None or config.num_generations_schedule is not None
-    dropped = config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
+    grows = (
+        config.batch_size_schedule is not None
+        or config.num_generations_schedule is not None
+    )
+    dropped = (
+        config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
+    )
     if dropped and not grows:
-        notes.append(f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped")
-    varying = {"zero_spread_groups": "keep", "token_batch_size": AUTO, "partial_step": "train"}
-    if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
-        notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
+        notes.append(
+            f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped"
+        )
+    varying = {
+        "zero_spread_groups": "keep",
+        "token_batch_size": AUTO,
+        "partial_step": "train",
+    }
+    if given := [
+        f"{name}={getattr(config, name)}"
+        for name, usual in varying.items()
+        if getattr(config, name) != usual
+    ]:
+        notes.append(
+            f"with {' and '.join(given)}, the sizes of a step are the largest it may have"
+        )
         updates = plan.policy_updates
-        padded = ((updates.microbatch_samples or 0) - plan.samples_per_prompt) / 2 / updates.mini_batch_samples
+        padded = (
+            ((updates.microbatch_samples or 0) - plan.samples_per_prompt)
+            / 2
+            / updates.mini_batch_samples
+        )
         if padded > MUCH_PADDING:
-            notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")
+            notes.append(
+                f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less"
+            )
     if config.is_auto:
-        notes.append(f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most")
-    lost = (config.num_test_batches * config.eval_batch - config.test_batch_start_index) % config.eval_batch
+        notes.append(
+            f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most"
+        )
+    lost = (
+        config.num_test_batches * config.eval_batch - config.test_batch_start_index
+    ) % config.eval_batch
     if config.num_test_batches and lost:
-        notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {config.eval_batch:,} and are left out")
-    maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
+        notes.append(
+            f"{lost:,} prompts of an evaluation do not fill a batch of {config.eval_batch:,} and are left out"
+        )
+    maxtext_steps = int(
+        config.num_batches
+        * config.num_iterations
+        * config.train_fraction
+        * config.num_epoch
+    )
     if maxtext_steps != plan.total_optimizer_steps and not grows:
         steps = f"{plan.total_optimizer_steps:,} optimizer steps"
-        notes.append(f"the run has {steps}; MaxText RL would schedule its learning rate for {maxtext_steps:,}")
+        notes.append(
+            f"the run has {steps}; MaxText RL would schedule its learning rate for {maxtext_steps:,}"
+        )
     return tuple(notes)
 
 

@@ -23,13 +23,17 @@ Arrays = dict[str, np.ndarray]
 Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
 
 
-def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str) -> np.ndarray:
+def check_rewards(
+    reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str
+) -> np.ndarray:
     """Call a reward function, and return one finite float32 per sample. If it gives something else, a DataError shows where."""
     where = f"the reward function, in {where},"
     try:
         found = reward(prompts, responses)
     except Exception as error:
-        raise DataError(f"{where} raised {type(error).__name__}: {error}", key="reward") from error
+        raise DataError(
+            f"{where} raised {type(error).__name__}: {error}", key="reward"
+        ) from error
     try:
         values = list(found)
     except TypeError:
@@ -40,11 +44,17 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
         raise DataError(text, key="reward", nearest=(len(prompts),))
     rewards = np.full(len(values), np.nan, np.float32)
     for number, value in enumerate(values):
-        with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
+        with (
+            contextlib.suppress(TypeError, ValueError, OverflowError),
+            np.errstate(over="ignore"),
+        ):
             rewards[number] = float(value)
         if not np.isfinite(rewards[number]):
             text = f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
-            raise DataError(f"{text}{responses[number]!r:.80}); a reward is a finite number", key="reward")
+            raise DataError(
+                f"{text}{responses[number]!r:.80}); a reward is a finite number",
+                key="reward",
+            )
     return rewards
 
 
@@ -62,14 +72,16 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
         [0.7099999785423279, -0.7099999785423279, 0.0, 0.0]
     """
     if samples_per_prompt < 2:
-        text = (
-            f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
-        )
+        text = f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
         text += "set rl.num_generations=2 or more, or enable_critic=true"
         raise ConfigError(text, key="rl.num_generations", nearest=(2,))
     groups = np.asarray(rewards_S, np.float64).reshape(-1, samples_per_prompt)
     spread = groups.std(axis=1, ddof=1, keepdims=True)
-    return ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON)).ravel().astype(np.float32)
+    return (
+        ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON))
+        .ravel()
+        .astype(np.float32)
+    )
 
 
 def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
@@ -79,7 +91,12 @@ def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarra
 
 
 def generalized_advantages(
-    rewards_SR: np.ndarray, values_SR: np.ndarray, response_length_S: np.ndarray, *, gamma: float, lam: float
+    rewards_SR: np.ndarray,
+    values_SR: np.ndarray,
+    response_length_S: np.ndarray,
+    *,
+    gamma: float,
+    lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return advantages and returns by generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438), float32.
 
@@ -91,7 +108,10 @@ def generalized_advantages(
         >>> generalized_advantages(rewards, values, np.array([2]), gamma=1.0, lam=1.0)[1].tolist()
         [[1.0, 1.0]]
     """
-    rewards_SR, values_SR = np.asarray(rewards_SR, np.float64), np.asarray(values_SR, np.float64)
+    rewards_SR, values_SR = (
+        np.asarray(rewards_SR, np.float64),
+        np.asarray(values_SR, np.float64),
+    )
     S, R = rewards_SR.shape
     counts_SR = np.arange(R) < np.asarray(response_length_S)[:, None]
     # With a column for what follows the last token: 0.
@@ -99,7 +119,9 @@ def generalized_advantages(
     values_SR = np.pad(np.where(counts_SR, values_SR, 0), ((0, 0), (0, 1)))
     for t in range(R - 1, -1, -1):
         delta_S = rewards_SR[:, t] + gamma * values_SR[:, t + 1] - values_SR[:, t]
-        advantages_SR[:, t] = np.where(counts_SR[:, t], delta_S + gamma * lam * advantages_SR[:, t + 1], 0)
+        advantages_SR[:, t] = np.where(
+            counts_SR[:, t], delta_S + gamma * lam * advantages_SR[:, t + 1], 0
+        )
     advantages_SR = advantages_SR[:, :R]
     returns_SR = np.where(counts_SR, advantages_SR + values_SR[:, :R], 0)
     mean = advantages_SR[counts_SR].mean() if counts_SR.any() else 0.0
@@ -113,7 +135,9 @@ class Tally(NamedTuple):
 
     groups: float = 0  # prompts that the rollout trains on, whose samples are the first rows of the experience
     carried: float = 0  # prompts that wait for the next rollout, in the rows after them
-    dropped: float = 0  # prompts whose samples this rollout had, and neither trains on nor carries
+    dropped: float = (
+        0  # prompts whose samples this rollout had, and neither trains on nor carries
+    )
     prompts: float = 0  # prompts that the run has generated
     samples: float = 0  # their samples
     # Of this rollout's generation; NaN without one.
@@ -128,18 +152,29 @@ class Tally(NamedTuple):
     @classmethod
     def from_words(cls, words: Any) -> Tally:
         """Return the numbers of `to_words`."""
-        *counts, zero_spread, reward, spread = np.ascontiguousarray(words).view(np.float64).tolist()
+        *counts, zero_spread, reward, spread = (
+            np.ascontiguousarray(words).view(np.float64).tolist()
+        )
         return cls(*map(int, counts), zero_spread, reward, spread)
 
 
 def divide_groups(
-    tokens: Sequence[int], *, most: int, token_batch_size: int | None, mini_batch: int, partial_step: str
+    tokens: Sequence[int],
+    *,
+    most: int,
+    token_batch_size: int | None,
+    mini_batch: int,
+    partial_step: str,
 ) -> tuple[int, int]:
     """Return how many groups of some tokens, from the first on, a step trains on, and how many of those after them it carries.
 
     A full step has `most` groups, or with `token_batch_size` as many as fit; it then is one mini batch.
     """
-    fits = len(tokens) if token_batch_size is None else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
+    fits = (
+        len(tokens)
+        if token_batch_size is None
+        else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
+    )
     trained = fit = min(fits, most)
     if partial_step != "train" and token_batch_size is None:
         trained -= fit % mini_batch
@@ -193,30 +228,47 @@ def mini_batches(
     updates = plan.updates(model)
     for name, value, last, rule in (
         ("step", step, plan.num_steps - 1, "num_steps - 1 = {}"),
-        ("start", start, updates.optimizer_steps, f"optimizer_steps={{}} per rollout of the {model}"),
+        (
+            "start",
+            start,
+            updates.optimizer_steps,
+            f"optimizer_steps={{}} per rollout of the {model}",
+        ),
     ):
         if not 0 <= value <= last:
             text = f"{name}={value} must be between 0 and {rule.format(last)}"
-            raise ResumeMismatchError(text, key=name, nearest=(0 if value < 0 else last,))
+            raise ResumeMismatchError(
+                text, key=name, nearest=(0 if value < 0 else last,)
+            )
     group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
     if updates.mini_batch_samples % group:
-        text = (
-            f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
+        text = f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
+        text += (
+            "a prompt; set keep_prompts_together=False or count mini batches in prompts"
         )
-        text += "a prompt; set keep_prompts_together=False or count mini batches in prompts"
         raise ConfigError(text, key="keep_prompts_together", nearest=(False,))
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-        text = f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
+    if seed is not None and (
+        isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63
+    ):
+        text = (
+            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None"
+        )
         raise ConfigError(text, key="seed", nearest=(0,))
 
-    samples = plan.samples_per_step if num_prompts is None else num_prompts * plan.samples_per_prompt
+    samples = (
+        plan.samples_per_step
+        if num_prompts is None
+        else num_prompts * plan.samples_per_prompt
+    )
 
     def mini_batch(update: int) -> MiniBatch:
         epoch, number = divmod(update, updates.num_mini_batches)
         order = np.arange(samples)
         if seed is not None:
             # From the identity of the epoch alone, so that a resumed run needs no state of a generator.
-            groups = stable_permutation((seed, step, epoch, *model.encode()), samples // group)
+            groups = stable_permutation(
+                (seed, step, epoch, *model.encode()), samples // group
+            )
             order = (groups[:, None] * group + np.arange(group)).ravel()
         places = updates.mini_batch_range(number)
         return MiniBatch(update, epoch, order[places.start : places.stop])
@@ -225,11 +277,20 @@ def mini_batches(
 
 
 # The stored arrays over the response, which a loss reads by the same names.
-PER_TOKEN = ("log_probabilities", "reference_log_probabilities", "advantages", "values", "returns")
+PER_TOKEN = (
+    "log_probabilities",
+    "reference_log_probabilities",
+    "advantages",
+    "values",
+    "returns",
+)
 
 
 def loss_rows(
-    experience: Mapping[str, Any], rows: Sequence[int] | np.ndarray | None = None, *, loss_agg_mode: str = "token-mean"
+    experience: Mapping[str, Any],
+    rows: Sequence[int] | np.ndarray | None = None,
+    *,
+    loss_agg_mode: str = "token-mean",
 ) -> Arrays:
     """Return samples as the rows of a loss: one sample per row, all of one length.
 
@@ -251,7 +312,10 @@ def loss_rows(
     tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
     chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
     tokens_BT = tokens_ST[chosen]
-    prompt_B, response_B = (np.asarray(experience[name])[chosen] for name in ("prompt_length", "response_length"))
+    prompt_B, response_B = (
+        np.asarray(experience[name])[chosen]
+        for name in ("prompt_length", "response_length")
+    )
     # Entry t predicts token t + 1, so the first token of the response belongs to the last entry of the prompt.
     number_BT = np.arange(tokens_BT.shape[1]) - (prompt_B[:, None] - 1)
     counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
@@ -264,16 +328,30 @@ def loss_rows(
         # The first token of a sequence carries the weight of the sequence.
         found["weights"] = (counts_BT & (number_BT == 0)).astype(np.float64)
     if loss_agg_mode == "seq-mean-token-mean":
-        found["coefficients"] = found["coefficients"] / np.maximum(response_B, 1)[:, None]
+        found["coefficients"] = (
+            found["coefficients"] / np.maximum(response_B, 1)[:, None]
+        )
     if loss_agg_mode == "group-mean-token-mean":
-        _, group_B = np.unique(np.asarray(experience["group"])[chosen], return_inverse=True)
-        found["coefficients"] = found["coefficients"] / np.maximum(np.bincount(group_B, response_B)[group_B], 1)[:, None]
-        found["weights"] = found["weights"] / np.maximum(np.bincount(group_B, response_B > 0)[group_B], 1)[:, None]
+        _, group_B = np.unique(
+            np.asarray(experience["group"])[chosen], return_inverse=True
+        )
+        found["coefficients"] = (
+            found["coefficients"]
+            / np.maximum(np.bincount(group_B, response_B)[group_B], 1)[:, None]
+        )
+        found["weights"] = (
+            found["weights"]
+            / np.maximum(np.bincount(group_B, response_B > 0)[group_B], 1)[:, None]
+        )
     for name in PER_TOKEN:
         if name in experience:
             stored_BR = np.asarray(experience[name])[chosen]
-            wide_BT = np.take_along_axis(stored_BR, np.clip(number_BT, 0, stored_BR.shape[1] - 1), axis=1)
-            found[name] = np.where(counts_BT, wide_BT, 0).astype(np.promote_types(stored_BR.dtype, np.float32))
+            wide_BT = np.take_along_axis(
+                stored_BR, np.clip(number_BT, 0, stored_BR.shape[1] - 1), axis=1
+            )
+            found[name] = np.where(counts_BT, wide_BT, 0).astype(
+                np.promote_types(stored_BR.dtype, np.float32)
+            )
     return found
 
 
@@ -285,13 +363,17 @@ def padded_rows(rows: Arrays, width: int) -> Arrays:
     samples = len(rows["tokens"])
     n = -(-samples // width)
     is_real = np.arange(n * width) < samples
-    found = {name: x[np.where(is_real, np.arange(n * width), 0)] for name, x in rows.items()}
+    found = {
+        name: x[np.where(is_real, np.arange(n * width), 0)] for name, x in rows.items()
+    }
     for name in ("coefficients", "weights"):
         found[name][~is_real] = 0
     return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
 
 
-def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]) -> Arrays:
+def packed_rows(
+    rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
+) -> Arrays:
     """Return the rows of `loss_rows`, packed, as arrays (n, replicas, budget, ...) of a mini batch's passes.
 
     They also have `positions`, `segments` (1, 2, ...; padding is 0) and `shape` (n, replicas), the number of the shape on the
@@ -299,8 +381,14 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
     """
     n = packed.num_microbatches
     replicas = len(packed.replicas)
-    types = {name: x.dtype for name, x in rows.items()} | {"positions": np.int32, "segments": np.int32}
-    found = {name: np.zeros((n, replicas, packed.token_budget), dtype) for name, dtype in types.items()}
+    types = {name: x.dtype for name, x in rows.items()} | {
+        "positions": np.int32,
+        "segments": np.int32,
+    }
+    found = {
+        name: np.zeros((n, replicas, packed.token_budget), dtype)
+        for name, dtype in types.items()
+    }
     for number, replica in np.ndindex(n, replicas):
         place = 0
         for segment, member in enumerate(packed.replicas[replica][number], 1):
@@ -311,6 +399,8 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
             found["positions"][here] = np.arange(length)
             found["segments"][here] = segment
             place += length
-    shapes = np.array([packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32)
+    shapes = np.array(
+        [packed.ladder.index(shape) for shape in packed.microbatch_shapes], np.int32
+    )
     found["shape"] = np.repeat(shapes[:, None], replicas, axis=1)
     return found

@@ -59,7 +59,9 @@ UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
 PROMPT_ROWS = "prompt_rows"
 
 
-def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) -> np.ndarray:
+def block_facts(
+    weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int
+) -> np.ndarray:
     """Return what the estimates need to know of a step, from the weights and prompts of the rows of each pass; 0 is padding.
 
     Divided by the weight W of the step: sum(W_j^2), sum_jp(w_pj^2) - sum(w_i^2), W^2, sum_p(w_p^2) - sum(w_i^2), the number of
@@ -79,7 +81,19 @@ def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) ->
     responses = np.bincount(groups[weights > 0])
     pairs = (responses * (responses - 1)).sum()
     W = by_block.sum()
-    return np.array([np.square(by_block).sum(), within_blocks, W**2, within_prompts, responses.sum(), pairs]) / W
+    return (
+        np.array(
+            [
+                np.square(by_block).sum(),
+                within_blocks,
+                W**2,
+                within_prompts,
+                responses.sum(),
+                pairs,
+            ]
+        )
+        / W
+    )
 
 
 @dataclass(slots=True)
@@ -96,13 +110,22 @@ class _Means:
 
     def update(self, x: np.ndarray, weight: float, decay: float) -> None:
         before = decay * self.total
-        self.total, self.total_squared = before + weight, decay**2 * self.total_squared + weight**2
+        self.total, self.total_squared = (
+            before + weight,
+            decay**2 * self.total_squared + weight**2,
+        )
         if not weight:
             return
         h = weight / self.total
         difference = x - self.mean
-        kept, gain = (0.0, 0.0) if not before else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
-        self.covariance = kept * self.covariance + gain * np.outer(difference, difference)
+        kept, gain = (
+            (0.0, 0.0)
+            if not before
+            else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
+        )
+        self.covariance = kept * self.covariance + gain * np.outer(
+            difference, difference
+        )
         self.mean = self.mean + h * difference
 
     @property
@@ -116,17 +139,30 @@ class PromptNoise:
     """Running averages of the noise of RL gradients, from which its two parts follow with 90% intervals."""
 
     half_life_samples: float  # samples after which a step counts half
-    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(), _Means()))  # by the layout of the steps
+    means: tuple[_Means, _Means] = field(
+        default_factory=lambda: (_Means(), _Means())
+    )  # by the layout of the steps
 
     def update(
-        self, layout: int, *, samples: int, weight: float, squares: float, square: float, facts: Sequence[float] | np.ndarray
+        self,
+        layout: int,
+        *,
+        samples: int,
+        weight: float,
+        squares: float,
+        square: float,
+        facts: Sequence[float] | np.ndarray,
     ) -> None:
         """Add a step of weight W with sum(|G_j|^2) and, before clipping, |g|^2; its layout is 0 or 1, by the order of the rows.
 
         One whose values are not finite, or without weight, only ages the others.
         """
         decay = 2.0 ** (-samples / self.half_life_samples)
-        x = np.array([squares / weight, weight * square, *facts]) if weight > 0 else np.full(8, np.nan)
+        x = (
+            np.array([squares / weight, weight * square, *facts])
+            if weight > 0
+            else np.full(8, np.nan)
+        )
         counts = np.isfinite(x).all()
         for number, means in enumerate(self.means):
             means.update(x, weight if counts and number == layout else 0.0, decay)
@@ -134,31 +170,54 @@ class PromptNoise:
     @property
     def state(self) -> dict[str, Any]:
         """The averages as JSON values, for a checkpoint."""
-        return {"means": [[m.total, m.total_squared, m.mean.tolist(), m.covariance.tolist()] for m in self.means]}
+        return {
+            "means": [
+                [m.total, m.total_squared, m.mean.tolist(), m.covariance.tolist()]
+                for m in self.means
+            ]
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], half_life_samples: float) -> Self:
         """Return the averages of `state`."""
-        one, two = (_Means(total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"])
+        one, two = (
+            _Means(total, squared, *map(np.array, rest))
+            for total, squared, *rest in state["means"]
+        )
         return cls(half_life_samples=half_life_samples, means=(one, two))
 
-    def estimates(self, responses: int) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
+    def estimates(
+        self, responses: int
+    ) -> tuple[NoiseEstimate, NoiseEstimate, NoiseEstimate]:
         """Return both parts of the noise, b and s above, and the noise scale in prompts for some responses per prompt."""
         one, two = self.means
-        if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[3] - two.mean[3]) <= 1e-9 * abs(one.mean[3]):
+        if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(
+            one.mean[3] - two.mean[3]
+        ) <= 1e-9 * abs(one.mean[3]):
             return UNKNOWN, UNKNOWN, UNKNOWN
         shares = np.array([one.total, two.total]) / (one.total + two.total)
         *_, weight, pair_weight, per_weight, pairs = shares @ [one.mean, two.mean]
-        equations = np.array([[*one.mean[2:4], 1], [*two.mean[2:4], 1], [weight, pair_weight, 1]])
+        equations = np.array(
+            [[*one.mean[2:4], 1], [*two.mean[2:4], 1], [weight, pair_weight, 1]]
+        )
         # From the means of both kinds in the first layout, then in the second, to |G|^2, B and D / W.
-        solution = np.linalg.inv(equations) @ [[1, 0, 0, 0], [0, 0, 1, 0], [0, shares[0], 0, shares[1]]]
+        solution = np.linalg.inv(equations) @ [
+            [1, 0, 0, 0],
+            [0, 0, 1, 0],
+            [0, shares[0], 0, shares[1]],
+        ]
         measured = np.concatenate([one.mean[:2], two.mean[:2]])
         square, B, _ = solution @ measured
         # To b, s and |G|^2.
         relative = pair_weight / pairs * per_weight**2
-        matrix = np.array([[0, relative, 0], [0, -relative, per_weight], [1, 0, 0]]) @ solution
+        matrix = (
+            np.array([[0, relative, 0], [0, -relative, per_weight], [1, 0, 0]])
+            @ solution
+        )
         # What the known weights of the steps make the means scatter is no uncertainty of what is found.
-        residuals = np.array([[1, 0, -square, -B, 0, 0, 0, 0], [0, 1, 0, 0, -square, -B, 0, 0]])
+        residuals = np.array(
+            [[1, 0, -square, -B, 0, 0, 0, 0], [0, 1, 0, 0, -square, -B, 0, 0]]
+        )
         covariance = np.zeros((4, 4))
         for number, means in enumerate(self.means):
             own = slice(2 * number, 2 * number + 2)
@@ -169,7 +228,9 @@ class PromptNoise:
         parts = []
         for value, variance in zip(found[:2], covariance.diagonal(), strict=False):
             spread = student(freedom) * math.sqrt(max(variance, 0.0))
-            value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
+            value, low, high = (
+                float(max(x, 0.0)) for x in (value, value - spread, value + spread)
+            )
             parts.append(NoiseEstimate(value=value, low=low, high=high))
         row = np.array([1, 1 / responses, 0])
         scale, noise = float(row @ found), covariance @ row
@@ -178,7 +239,11 @@ class PromptNoise:
 
 
 def advice_from_line(
-    line: Mapping[str, Any], *, responses: int, cost_per_prompt: float = 0.0, reuse: int = 1
+    line: Mapping[str, Any],
+    *,
+    responses: int,
+    cost_per_prompt: float = 0.0,
+    reuse: int = 1,
 ) -> dict[str, Any]:
     """Return how many prompts and responses are worth it by a line of metrics.jsonl, as `rampup design` prints them.
 
@@ -189,21 +254,38 @@ def advice_from_line(
         text = "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps"
         raise DataError(text, key="measure_gradient_noise", nearest=(True,))
     between, within, scale = (
-        NoiseEstimate(**{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}) for name in _PARTS
+        NoiseEstimate(
+            **{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}
+        )
+        for name in _PARTS
     )
     now = _times(reuse, scale)
     rows = list[dict[str, Any]]()
     best = None
     if within.value is not None and between.value + within.value > 0:
         B, s = between.value, within.value
-        best = None if B == 0 else max(float(responses), math.sqrt(cost_per_prompt * s / B))
+        best = (
+            None
+            if B == 0
+            else max(float(responses), math.sqrt(cost_per_prompt * s / B))
+        )
         for number in sorted({responses, *(n for n in RESPONSES if n > responses)}):
             prompts = (B + s / number) / (B + s / responses)
             cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
             size = None if now.value is None else now.value * prompts
-            rows.append({"num_generations": number, "prompts": size, "relative_prompts": prompts, "relative_cost": cost})
+            rows.append(
+                {
+                    "num_generations": number,
+                    "prompts": size,
+                    "relative_prompts": prompts,
+                    "relative_cost": cost,
+                }
+            )
     return {
-        **{name: {end: getattr(x, end) for end in _ENDS} for name, x in zip(_PARTS, (between, within, now), strict=True)},
+        **{
+            name: {end: getattr(x, end) for end in _ENDS}
+            for name, x in zip(_PARTS, (between, within, now), strict=True)
+        },
         "num_generations": responses,
         "reuse": reuse,
         "best_num_generations": best,
@@ -212,7 +294,12 @@ def advice_from_line(
 
 
 def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
-    return NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
+    return NoiseEstimate(
+        **{
+            end: None if (x := getattr(scale, end)) is None else reuse * x
+            for end in _ENDS
+        }
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +323,37 @@ class AutoPrompts(Component):
     def may_change_plan(self, done: int) -> bool:
         """See `Component`."""
         last = self.schedule.at(done - 1)
-        return last.is_last and self.auto.is_due(last.rollout + 1) and done < self.schedule.total_steps
+        return (
+            last.is_last
+            and self.auto.is_due(last.rollout + 1)
+            and done < self.schedule.total_steps
+        )
 
-    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def after_step(
+        self, line: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
         if not self.may_change_plan(line["step"] + 1):
             return {}
         noise = _times(self.reuse, self.noise.scale)
         facts = values["facts"]
-        decide(self.auto, noise, facts["rollout"] + 1, line, self.on_event, sample=facts["consumed_prompts"])
+        decide(
+            self.auto,
+            noise,
+            facts["rollout"] + 1,
+            line,
+            self.on_event,
+            sample=facts["consumed_prompts"],
+        )
         return {"next_num_prompts": self.auto.size}
 
     def next_plan(self, plan: Any) -> Any:
         """See `Component`."""
-        return plan if self.auto.rows[-1][0] in dict(plan.stages) else plan.grown(self.auto.rows[-1][0], self.auto.size)
+        return (
+            plan
+            if self.auto.rows[-1][0] in dict(plan.stages)
+            else plan.grown(self.auto.rows[-1][0], self.auto.size)
+        )
 
 
 @dataclass(slots=True)
@@ -263,7 +367,11 @@ class PromptNoiseAverages(Component):
     @property
     def scale(self) -> NoiseEstimate:
         """The noise scale in prompts, in the Euclidean geometry."""
-        return self.noises[""].estimates(self.responses)[2] if "" in self.noises else UNKNOWN
+        return (
+            self.noises[""].estimates(self.responses)[2]
+            if "" in self.noises
+            else UNKNOWN
+        )
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
@@ -272,9 +380,14 @@ class PromptNoiseAverages(Component):
     def load(self, record: Mapping[str, Any]) -> None:
         """See `Component`."""
         found = record.get(_RECORD) or {}
-        self.noises = {prefix: PromptNoise.from_state(state, self.half_life_samples) for prefix, state in found.items()}
+        self.noises = {
+            prefix: PromptNoise.from_state(state, self.half_life_samples)
+            for prefix, state in found.items()
+        }
 
-    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    def after_step(
+        self, line: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Take the `gradient_noise` of a step that has the facts of its blocks."""
         noise = values.get("gradient_noise", {})
         if FACTS not in noise:
@@ -282,15 +395,29 @@ class PromptNoiseAverages(Component):
         found = dict[str, Any]()
         weight = 0.0 if values.get("skipped", False) else float(values["weight"])
         for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
-            trace, squared_norm, squares = (float(noise[prefix + name]) for name in ("trace", "squared_norm", "squares"))
-            own = self.noises.setdefault(prefix, PromptNoise(half_life_samples=self.half_life_samples))
+            trace, squared_norm, squares = (
+                float(noise[prefix + name])
+                for name in ("trace", "squared_norm", "squares")
+            )
+            own = self.noises.setdefault(
+                prefix, PromptNoise(half_life_samples=self.half_life_samples)
+            )
             # Before its first step, Adam's geometry has no squares.
             counted = 0.0 if prefix and squares == 0 else weight
             square = squared_norm + trace / weight if weight else math.nan
-            step = {"samples": line["global_batch_size"], "weight": counted, "squares": squares, "square": square}
+            step = {
+                "samples": line["global_batch_size"],
+                "weight": counted,
+                "squares": squares,
+                "square": square,
+            }
             own.update(int(noise[LAYOUT]), facts=noise[FACTS], **step)
-            for name, estimate in zip(_PARTS, own.estimates(self.responses), strict=True):
+            for name, estimate in zip(
+                _PARTS, own.estimates(self.responses), strict=True
+            ):
                 for end in _ENDS:
                     value = getattr(estimate, end)
-                    found[f"{prefix}{name}" + f"_{end}" * (end != "value")] = None if value is None else finite_or_none(value)
+                    found[f"{prefix}{name}" + f"_{end}" * (end != "value")] = (
+                        None if value is None else finite_or_none(value)
+                    )
         return found

@@ -13,15 +13,31 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampupError,
+    choice_error,
+    raise_together,
+)
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 
 # How the losses of tokens add up; see `rl.loss_agg_mode` in configs/rl.yml. A sequence without a token counts in none of them.
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "group-mean-token-mean")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "group-mean-token-mean",
+)
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
-_TYPES = {1: "bool int8 uint8", 2: "float16 bfloat16 uint16", 4: "float32 int32 uint32", 8: "float64 int64"}
+_TYPES = {
+    1: "bool int8 uint8",
+    2: "float16 bfloat16 uint16",
+    4: "float32 int32 uint32",
+    8: "float64 int64",
+}
 BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
 # Upper limit on the sizes of a step.
 MAX_SAMPLES = 10**9
@@ -32,11 +48,21 @@ def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupEr
     problems: list[RampupError] = []
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
-            problems.append(ConfigError(f"{name}={str(count)[:100]!r} must be a whole number", key=name))
+            problems.append(
+                ConfigError(
+                    f"{name}={str(count)[:100]!r} must be a whole number", key=name
+                )
+            )
         elif not minimum <= count <= MAX_SAMPLES:
             bound = minimum if count < minimum else MAX_SAMPLES
-            limit = f"at least {minimum}" if count < minimum else f"at most {MAX_SAMPLES:,}"
-            problems.append(ConfigError(f"{name}={count} must be {limit}", key=name, nearest=(bound,)))
+            limit = (
+                f"at least {minimum}" if count < minimum else f"at most {MAX_SAMPLES:,}"
+            )
+            problems.append(
+                ConfigError(
+                    f"{name}={count} must be {limit}", key=name, nearest=(bound,)
+                )
+            )
     return problems
 
 
@@ -51,7 +77,10 @@ class Size:
 
     def __post_init__(self) -> None:
         problems = count_problems({self.key or "count": self.count})
-        for name, value, choices in (("unit", self.unit, get_args(Unit)), ("scope", self.scope, get_args(Scope))):
+        for name, value, choices in (
+            ("unit", self.unit, get_args(Unit)),
+            ("scope", self.scope, get_args(Scope)),
+        ):
             if value not in choices:
                 problems.append(choice_error(name, value, choices))
                 problems[-1].key = self.key or name
@@ -67,16 +96,33 @@ class Size:
         """Return this size in samples of the whole job."""
         return self.count * self.factor(**factors)
 
-    def arithmetic(self, role: str, *, samples_per_prompt: int, data_parallel_size: int) -> str:
+    def arithmetic(
+        self, role: str, *, samples_per_prompt: int, data_parallel_size: int
+    ) -> str:
         """Return the conversion of the size into samples of the job as text: 'micro=4 prompts * samples_per_prompt=5 = ...'."""
-        factors = [f"samples_per_prompt={samples_per_prompt}"] if self.unit == "prompts" else []
-        factors += [f"data_parallel_size={data_parallel_size}"] if self.scope != "job" else []
+        factors = (
+            [f"samples_per_prompt={samples_per_prompt}"]
+            if self.unit == "prompts"
+            else []
+        )
+        factors += (
+            [f"data_parallel_size={data_parallel_size}"] if self.scope != "job" else []
+        )
         text = " * ".join([f"{self.key or role}={self}", *factors])
-        total = self.samples(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
+        total = self.samples(
+            samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size
+        )
         return f"{text} = {total} samples" if factors else text
 
     def refused(
-        self, role: str, rule: str, legal: Iterable[int], otherwise: str, *, multiple: int = 1, **factors: int
+        self,
+        role: str,
+        rule: str,
+        legal: Iterable[int],
+        otherwise: str,
+        *,
+        multiple: int = 1,
+        **factors: int,
     ) -> BatchDivisibilityError:
         """Return the error that the size breaks a rule, with the nearest of the legal counts, or else another fix.
 
@@ -86,25 +132,50 @@ class Size:
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else otherwise
         divisor = multiple // math.gcd(multiple, self.factor(**factors))
         text = f"{self.arithmetic(role, **factors)} {rule}; {fix}"
-        return BatchDivisibilityError(text, value=self.count, divisor=divisor, key=self.key or role, nearest=nearest)
+        return BatchDivisibilityError(
+            text,
+            value=self.count,
+            divisor=divisor,
+            key=self.key or role,
+            nearest=nearest,
+        )
 
     def misfits(
-        self, role: str, of: str, samples: int, *, pad: bool, rule: str = "", multiple: int = 1, least: int = 1, **factors: int
+        self,
+        role: str,
+        of: str,
+        samples: int,
+        *,
+        pad: bool,
+        rule: str = "",
+        multiple: int = 1,
+        least: int = 1,
+        **factors: int,
     ) -> list[RampupError]:
         """Return an error unless the size divides a number of samples and keeps the rule, or with padding is no larger."""
         per_count = self.factor(**factors)
         counts = divisors(samples // per_count) if samples % per_count == 0 else []
-        legal = [count for count in counts if count * per_count % multiple == 0 and count * per_count >= least]
+        legal = [
+            count
+            for count in counts
+            if count * per_count % multiple == 0 and count * per_count >= least
+        ]
         if self.count * per_count <= samples if pad else self.count in legal:
             return []
         legal = [max(samples // per_count, 1)] if pad else legal
         text = f"must not exceed {of}" if pad else f"must divide {of}{rule}"
-        fix = "count it in prompts of the job" if role == "generation" else f"no count of {self.unit} fits; change another size"
+        fix = (
+            "count it in prompts of the job"
+            if role == "generation"
+            else f"no count of {self.unit} fits; change another size"
+        )
         return [self.refused(role, text, legal, fix, multiple=multiple, **factors)]
 
     def __str__(self) -> str:
         unit = self.unit.removesuffix("s") if self.count == 1 else self.unit
-        return f"{self.count} {unit}" + ("" if self.scope == "job" else f" per {self.scope}")
+        return f"{self.count} {unit}" + (
+            "" if self.scope == "job" else f" per {self.scope}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +192,11 @@ class Training:
     @property
     def token_budget(self) -> int | None:
         """Tokens of one pass of one replica, if the microbatch is a token budget."""
-        return self.microbatch.count if self.microbatch is not None and self.microbatch.unit == "tokens" else None
+        return (
+            self.microbatch.count
+            if self.microbatch is not None and self.microbatch.unit == "tokens"
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +209,12 @@ class Updates:
     num_epochs: int  # passes over the samples
     data_parallel_size: int  # replicas
     num_stages: int  # pipeline stages
-    microbatch_size: int | None  # samples per replica and pass. None with a token budget.
-    token_budget: int | None = None  # tokens of one pass of one replica. None without a budget.
+    microbatch_size: (
+        int | None
+    )  # samples per replica and pass. None with a token budget.
+    token_budget: int | None = (
+        None  # tokens of one pass of one replica. None without a budget.
+    )
     # With a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit packing
     # never needs more. None if the lengths are unknown.
     max_passes: int | None = None
@@ -153,12 +232,20 @@ class Updates:
     @property
     def accumulation_steps(self) -> int | None:
         """Forward and backward passes of each replica per optimizer step. With a token budget the maximum, if known."""
-        return self.max_passes if self.microbatch_size is None else self.num_passes(self.mini_batch_samples)
+        return (
+            self.max_passes
+            if self.microbatch_size is None
+            else self.num_passes(self.mini_batch_samples)
+        )
 
     @property
     def microbatch_samples(self) -> int | None:
         """Samples per pass over all replicas. None with a token budget."""
-        return None if self.microbatch_size is None else self.microbatch_size * self.data_parallel_size
+        return (
+            None
+            if self.microbatch_size is None
+            else self.microbatch_size * self.data_parallel_size
+        )
 
     @property
     def padded_samples(self) -> int:
@@ -171,8 +258,12 @@ class Updates:
 
     def num_passes(self, samples: int) -> int:
         """Return the passes over a mini batch of some samples, without a token budget: whole passes of every stage."""
-        assert self.microbatch_samples is not None, "with a token budget, the lengths decide"
-        return -(-samples // (self.microbatch_samples * self.num_stages)) * self.num_stages
+        assert self.microbatch_samples is not None, (
+            "with a token budget, the lengths decide"
+        )
+        return (
+            -(-samples // (self.microbatch_samples * self.num_stages)) * self.num_stages
+        )
 
     def mini_batch_range(self, number: int) -> range:
         """Return the positions of a mini batch's samples in the epoch's order. With padding the last may be short."""
@@ -181,9 +272,24 @@ class Updates:
 
     def to_dict(self) -> dict[str, int | None]:
         """Return the numbers as in `rampup plan --json`."""
-        names = ("data_parallel_size", "num_mini_batches", "mini_batch_samples", "num_epochs", "optimizer_steps")
-        names += ("accumulation_steps", "microbatch_size", "microbatch_samples", "padded_samples", "token_budget")
-        return {"mini_batches" if name == "num_mini_batches" else name: getattr(self, name) for name in names}
+        names = (
+            "data_parallel_size",
+            "num_mini_batches",
+            "mini_batch_samples",
+            "num_epochs",
+            "optimizer_steps",
+        )
+        names += (
+            "accumulation_steps",
+            "microbatch_size",
+            "microbatch_samples",
+            "padded_samples",
+            "token_budget",
+        )
+        return {
+            "mini_batches" if name == "num_mini_batches" else name: getattr(self, name)
+            for name in names
+        }
 
 
 def split_updates(
@@ -212,11 +318,22 @@ def split_updates(
     if unit > 1:
         rule = f" and be a multiple of data_parallel_size={replicas}"
         rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
-    rule += f" and give each of data_parallel_size={least} replicas a sample" if least > 1 else ""
+    rule += (
+        f" and give each of data_parallel_size={least} replicas a sample"
+        if least > 1
+        else ""
+    )
     key = f"{model}.mini_batch"
     whole = f"the {samples_per_step} samples of a step"
     problems = training.mini_batch.misfits(
-        key, whole, samples_per_step, pad=pad, rule=rule, multiple=unit, least=least, **factors
+        key,
+        whole,
+        samples_per_step,
+        pad=pad,
+        rule=rule,
+        multiple=unit,
+        least=least,
+        **factors,
     )
 
     microbatch_size = None
@@ -237,12 +354,24 @@ def split_updates(
         # Not after an illegal mini batch: divisors of it would be no advice.
         if not pad and not problems:
             per_stage = mini_batch // stages
-            whole = f"the mini batch of {mini_batch} samples" + (f" / num_stages={stages} = {per_stage}" if stages > 1 else "")
-            rule = f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
+            whole = f"the mini batch of {mini_batch} samples" + (
+                f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
+            )
+            rule = (
+                f" and be a multiple of data_parallel_size={replicas}"
+                if replicas > 1
+                else ""
+            )
             limits = {"multiple": replicas, **factors}
-            problems = training.microbatch.misfits(f"{model}.microbatch", whole, per_stage, pad=False, rule=rule, **limits)
+            problems = training.microbatch.misfits(
+                f"{model}.microbatch", whole, per_stage, pad=False, rule=rule, **limits
+            )
     raise_together(problems)
-    sizes: dict[str, Any] = {"samples_per_step": samples_per_step, "mini_batch_samples": mini_batch, "max_passes": max_passes}
+    sizes: dict[str, Any] = {
+        "samples_per_step": samples_per_step,
+        "mini_batch_samples": mini_batch,
+        "max_passes": max_passes,
+    }
     same = ("num_epochs", "data_parallel_size", "num_stages", "token_budget")
     sizes |= {name: getattr(training, name) for name in same}
     return Updates(model=model, microbatch_size=microbatch_size, **sizes)
@@ -254,14 +383,25 @@ class Experience:
 
     max_prompt_length: int  # tokens of the longest prompt
     max_response_length: int  # tokens of the longest response
-    reference: bool = True  # whether a reference policy's log-probabilities are stored, for a KL term
+    reference: bool = (
+        True  # whether a reference policy's log-probabilities are stored, for a KL term
+    )
     token_dtype: str = "int32"  # type of the tokens
-    value_dtype: str = "float32"  # type of log-probabilities, values, rewards and advantages
+    value_dtype: str = (
+        "float32"  # type of log-probabilities, values, rewards and advantages
+    )
 
     def __post_init__(self) -> None:
-        lengths = {"max_prompt_length": self.max_prompt_length, "max_response_length": self.max_response_length}
+        lengths = {
+            "max_prompt_length": self.max_prompt_length,
+            "max_response_length": self.max_response_length,
+        }
         types = {"token_dtype": self.token_dtype, "value_dtype": self.value_dtype}
-        wrong = [choice_error(name, dtype, list(BYTES)) for name, dtype in types.items() if dtype not in BYTES]
+        wrong = [
+            choice_error(name, dtype, list(BYTES))
+            for name, dtype in types.items()
+            if dtype not in BYTES
+        ]
         raise_together([*count_problems(lengths), *wrong])
 
     @property
@@ -274,7 +414,12 @@ class Experience:
 
         Per-token arrays cover the response. Tokens and attention mask also cover the prompt.
         """
-        per_response = ["log_probabilities", "rewards", "advantages", *(["values", "returns"] if critic else [])]
+        per_response = [
+            "log_probabilities",
+            "rewards",
+            "advantages",
+            *(["values", "returns"] if critic else []),
+        ]
         per_response[1:1] = ["reference_log_probabilities"] if self.reference else []
         return {
             "tokens": (self.token_dtype, self.max_length),
@@ -285,7 +430,10 @@ class Experience:
 
     def field_bytes(self, *, critic: bool) -> dict[str, int]:
         """Return the bytes of each array per sample."""
-        return {name: elements * BYTES[dtype] for name, (dtype, elements) in self.fields(critic=critic).items()}
+        return {
+            name: elements * BYTES[dtype]
+            for name, (dtype, elements) in self.fields(critic=critic).items()
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,17 +482,29 @@ class RolloutPlan:
         counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
         problems = count_problems({name: getattr(self, name) for name in counts})
         problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
-        models = {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+        models = {"policy": self.policy} | (
+            {} if self.critic is None else {"critic": self.critic}
+        )
 
         def check_unit(name: str, size: Size | None, *, is_pass: bool = False) -> None:
-            if size is not None and size.unit == "tokens" and not (is_pass and size.scope != "job"):
+            if (
+                size is not None
+                and size.unit == "tokens"
+                and not (is_pass and size.scope != "job")
+            ):
                 key = size.key or name
                 rule = ", or tokens per replica" if is_pass else ""
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
+                problems.append(
+                    ConfigError(
+                        f"{key}={size} must count prompts or samples{rule}", key=key
+                    )
+                )
 
         for model, training in models.items():
             counts = ("data_parallel_size", "num_epochs", "num_stages")
-            problems += count_problems({f"{model}.{name}": getattr(training, name) for name in counts})
+            problems += count_problems(
+                {f"{model}.{name}": getattr(training, name) for name in counts}
+            )
             check_unit(f"{model}.mini_batch", training.mini_batch)
             check_unit(f"{model}.microbatch", training.microbatch, is_pass=True)
         check_unit("rollout_batch", self.rollout_batch)
@@ -365,31 +525,61 @@ class RolloutPlan:
         units = [self.samples_per_prompt]
         replicas = []
         for model, training in models.items():
-            count = {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": training.data_parallel_size}
-            evenly = 1 if training.token_budget is not None else training.data_parallel_size * training.num_stages
+            count = {
+                "samples_per_prompt": self.samples_per_prompt,
+                "data_parallel_size": training.data_parallel_size,
+            }
+            evenly = (
+                1
+                if training.token_budget is not None
+                else training.data_parallel_size * training.num_stages
+            )
             units += [] if self.pad else [training.mini_batch.factor(**count), evenly]
-            stages = f" * num_stages={training.num_stages}" if training.num_stages > 1 else ""
+            stages = (
+                f" * num_stages={training.num_stages}"
+                if training.num_stages > 1
+                else ""
+            )
             name = f" ({model})" if self.critic is not None else ""
-            replicas.append(f"data_parallel_size={training.data_parallel_size}{stages}{name}")
+            replicas.append(
+                f"data_parallel_size={training.data_parallel_size}{stages}{name}"
+            )
         divisor = math.lcm(*units)
         if samples % divisor:
             rule = f"must be a multiple of {divisor} samples, the smallest number that has whole prompts and divides evenly "
             rule += f"over {' and '.join(replicas)}"
-            legal = nearest_multiples(size.count, divisor // math.gcd(divisor, size.factor(**factors)))
-            raise size.refused("rollout_batch", rule, legal, "", multiple=divisor, **factors)
+            legal = nearest_multiples(
+                size.count, divisor // math.gcd(divisor, size.factor(**factors))
+            )
+            raise size.refused(
+                "rollout_batch", rule, legal, "", multiple=divisor, **factors
+            )
 
         updates: dict[str, Updates] = {}
         longest = None if self.experience is None else self.experience.max_length
-        shared: dict[str, Any] = {"samples_per_prompt": self.samples_per_prompt, "max_length": longest}
+        shared: dict[str, Any] = {
+            "samples_per_prompt": self.samples_per_prompt,
+            "max_length": longest,
+        }
         for model, training in models.items():
             try:
-                updates[model] = split_updates(model, training, samples_per_step=samples, pad=self.pad, **shared)
+                updates[model] = split_updates(
+                    model, training, samples_per_step=samples, pad=self.pad, **shared
+                )
             except RampupError as error:
                 problems += error.problems or (error,)
         # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
         call = self.generation
-        if call is not None and (call.key or "generation") not in {problem.key for problem in problems}:
-            problems += call.misfits("generation", f"the {samples} samples of a step", samples, pad=self.pad, **factors)
+        if call is not None and (call.key or "generation") not in {
+            problem.key for problem in problems
+        }:
+            problems += call.misfits(
+                "generation",
+                f"the {samples} samples of a step",
+                samples,
+                pad=self.pad,
+                **factors,
+            )
         raise_together(problems)
         object.__setattr__(self, "policy_updates", updates["policy"])
         object.__setattr__(self, "critic_updates", updates.get("critic"))
@@ -407,7 +597,11 @@ class RolloutPlan:
     @property
     def sequences_per_call(self) -> int:
         """Sequences per call of the generator."""
-        return self.samples_per_step if self.generation is None else self.generation.samples(**self._factors)
+        return (
+            self.samples_per_step
+            if self.generation is None
+            else self.generation.samples(**self._factors)
+        )
 
     @property
     def generate_calls(self) -> int:
@@ -417,7 +611,11 @@ class RolloutPlan:
     @property
     def order(self) -> tuple[Updates, ...]:
         """The models in the order in which a step trains them."""
-        return (self.policy_updates,) if self.critic_updates is None else (self.critic_updates, self.policy_updates)
+        return (
+            (self.policy_updates,)
+            if self.critic_updates is None
+            else (self.critic_updates, self.policy_updates)
+        )
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -432,7 +630,13 @@ class RolloutPlan:
     @property
     def experience_bytes_per_sample(self) -> int | None:
         """Bytes stored per sample. None if the lengths are unknown."""
-        return None if self.experience is None else sum(self.experience.field_bytes(critic=self.critic is not None).values())
+        return (
+            None
+            if self.experience is None
+            else sum(
+                self.experience.field_bytes(critic=self.critic is not None).values()
+            )
+        )
 
     def updates(self, model: str = "policy") -> Updates:
         """Return the updates of one model."""
@@ -447,30 +651,84 @@ class RolloutPlan:
         Tokens are those of samples of the maximum lengths; None if these are unknown or there is no fixed size.
         """
         stored = self.experience
-        length, prompt = (None, None) if stored is None else (stored.max_length, stored.max_prompt_length)
+        length, prompt = (
+            (None, None)
+            if stored is None
+            else (stored.max_length, stored.max_prompt_length)
+        )
 
-        def row(what: str, number: int | None, samples: int | None, remark: str, **sizes: int | None) -> dict[str, Any]:
-            prompts = None if samples is None or samples % self.samples_per_prompt else samples // self.samples_per_prompt
+        def row(
+            what: str,
+            number: int | None,
+            samples: int | None,
+            remark: str,
+            **sizes: int | None,
+        ) -> dict[str, Any]:
+            prompts = (
+                None
+                if samples is None or samples % self.samples_per_prompt
+                else samples // self.samples_per_prompt
+            )
             tokens = None if samples is None or length is None else samples * length
-            counts = {"number": number, "prompts": prompts, "samples": samples, "tokens": tokens}
+            counts = {
+                "number": number,
+                "prompts": prompts,
+                "samples": samples,
+                "tokens": tokens,
+            }
             return {"what": what, **counts, **sizes, "how": remark}
 
-        asked = {"prompts": self.prompts_per_step, "tokens": prompt and prompt * self.prompts_per_step}
+        asked = {
+            "prompts": self.prompts_per_step,
+            "tokens": prompt and prompt * self.prompts_per_step,
+        }
         rows = [row("prompts", 1, None, "read", **asked)]
-        rows.append(row("responses", self.generate_calls, self.sequences_per_call, f"{self.samples_per_prompt:,} per prompt"))
+        rows.append(
+            row(
+                "responses",
+                self.generate_calls,
+                self.sequences_per_call,
+                f"{self.samples_per_prompt:,} per prompt",
+            )
+        )
         for updates in self.order:
             model = "" if len(self.order) == 1 else f"{updates.model}: "
             replicas = updates.data_parallel_size
-            remark = "1 epoch" if updates.num_epochs == 1 else f"{updates.num_epochs:,} epochs"
-            rows.append(row(f"{model}mini batches", updates.num_mini_batches, updates.mini_batch_samples, remark))
-            remark = "1 replica" if replicas == 1 else f"{updates.microbatch_size or 0:,} per replica"
+            remark = (
+                "1 epoch"
+                if updates.num_epochs == 1
+                else f"{updates.num_epochs:,} epochs"
+            )
+            rows.append(
+                row(
+                    f"{model}mini batches",
+                    updates.num_mini_batches,
+                    updates.mini_batch_samples,
+                    remark,
+                )
+            )
+            remark = (
+                "1 replica"
+                if replicas == 1
+                else f"{updates.microbatch_size or 0:,} per replica"
+            )
             sizes = {}
             if updates.token_budget is not None:
                 remark = "at most, packed"
                 sizes = {"tokens": updates.token_budget * replicas}
-            rows.append(row(f"{model}microbatches", updates.accumulation_steps, updates.microbatch_samples, remark, **sizes))
+            rows.append(
+                row(
+                    f"{model}microbatches",
+                    updates.accumulation_steps,
+                    updates.microbatch_samples,
+                    remark,
+                    **sizes,
+                )
+            )
             remark = f"{updates.optimizer_steps:,} per step"
-            rows.append(row(f"{model}optimizer step", 1, updates.mini_batch_samples, remark))
+            rows.append(
+                row(f"{model}optimizer step", 1, updates.mini_batch_samples, remark)
+            )
         return rows
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -481,7 +739,8 @@ class RolloutPlan:
             stored = {
                 "bytes_per_sample": per_sample,
                 "bytes_per_step": per_sample * self.samples_per_step,
-                "bytes_per_replica": per_sample * -(-self.samples_per_step // self.policy.data_parallel_size),
+                "bytes_per_replica": per_sample
+                * -(-self.samples_per_step // self.policy.data_parallel_size),
                 "fields": self.experience.field_bytes(critic=self.critic is not None),
             }
         return {
@@ -491,7 +750,9 @@ class RolloutPlan:
             "generate_calls": self.generate_calls,
             "sequences_per_generate_call": self.sequences_per_call,
             **self.policy_updates.to_dict(),
-            "critic": None if self.critic_updates is None else self.critic_updates.to_dict(),
+            "critic": None
+            if self.critic_updates is None
+            else self.critic_updates.to_dict(),
             "weight_syncs": self.num_steps,
             "total_optimizer_steps": self.total_optimizer_steps,
             "eval_prompts": self.eval_prompts,
@@ -503,4 +764,7 @@ class RolloutPlan:
     @property
     def _factors(self) -> dict[str, int]:
         """What turns a size of the rollout into samples of the job. `per replica` means those of the policy."""
-        return {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": self.policy.data_parallel_size}
+        return {
+            "samples_per_prompt": self.samples_per_prompt,
+            "data_parallel_size": self.policy.data_parallel_size,
+        }

@@ -62,18 +62,39 @@ def as_policy(model: Any) -> Policy:
         return model
     if isinstance(model, LanguageModel):
 
-        def packed(params: Any, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-            return model.head(params, packed_hidden(model, params, tokens_BT, positions_BT, segments_BT))
+        def packed(
+            params: Any,
+            tokens_BT: jax.Array,
+            positions_BT: jax.Array,
+            segments_BT: jax.Array,
+        ) -> jax.Array:
+            return model.head(
+                params,
+                packed_hidden(model, params, tokens_BT, positions_BT, segments_BT),
+            )
 
-        return Policy(logits=model.logits, packed=packed, prefill=partial(prefill, model), decode=partial(decode, model))
+        return Policy(
+            logits=model.logits,
+            packed=packed,
+            prefill=partial(prefill, model),
+            decode=partial(decode, model),
+        )
     if isinstance(model, nn.Module):
         apply: Any = model.apply
-        return Policy(logits=lambda params, tokens_BT: apply({"params": params}, tokens_BT))
+        return Policy(
+            logits=lambda params, tokens_BT: apply({"params": params}, tokens_BT)
+        )
     if isinstance(model, nnx.Module):
-        raise ConfigError("an NNX model contains its parameters; use policy, params = split_policy(model)", key="model")
+        raise ConfigError(
+            "an NNX model contains its parameters; use policy, params = split_policy(model)",
+            key="model",
+        )
     if callable(model):
         return Policy(logits=model)
-    raise ConfigError(f"{a_type(model)} is no policy; give a Flax module or a function (params, tokens) -> logits", key="model")
+    raise ConfigError(
+        f"{a_type(model)} is no policy; give a Flax module or a function (params, tokens) -> logits",
+        key="model",
+    )
 
 
 def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, Any]:
@@ -92,7 +113,9 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
         (2, 3, 5)
     """
     if not isinstance(model, nnx.Module):
-        raise ConfigError(f"split_policy takes a Flax NNX module and not {a_type(model)}", key="model")
+        raise ConfigError(
+            f"split_policy takes a Flax NNX module and not {a_type(model)}", key="model"
+        )
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -106,21 +129,35 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
 def over_rows(model: Any, mesh: Mesh) -> Policy:
     """Return the policy of a model for programs whose rows the compiler spreads over the mesh, as generation."""
     if isinstance(model, LanguageModel):
-        model = replace(model, activations=NamedSharding(auto_view(mesh), PartitionSpec(BatchAxes.of(mesh).rows)))
+        model = replace(
+            model,
+            activations=NamedSharding(
+                auto_view(mesh), PartitionSpec(BatchAxes.of(mesh).rows)
+            ),
+        )
     return as_policy(model)
 
 
 def in_replica(model: Any, mesh: Mesh) -> Policy:
     """Return the policy of a model for the training step, in which a replica sees its own rows."""
-    return as_policy(model.on(auto_view(mesh)) if isinstance(model, LanguageModel) else model)
+    return as_policy(
+        model.on(auto_view(mesh)) if isinstance(model, LanguageModel) else model
+    )
 
 
-def token_log_probabilities(logits_BTV: jax.Array, targets_BT: jax.Array, temperature: Any = 1.0) -> jax.Array:
+def token_log_probabilities(
+    logits_BTV: jax.Array, targets_BT: jax.Array, temperature: Any = 1.0
+) -> jax.Array:
     """Return log p(target) under softmax(logits / temperature), in at least float32."""
-    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32)) / temperature
+    logits_BTV = (
+        logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+        / temperature
+    )
     # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
+    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(
+        logits_BTV, -1
+    )
 
 
 ValuesFn = Callable[[Any, Mapping[str, jax.Array]], jax.Array]
@@ -137,10 +174,15 @@ class Critic:
 def critic_of(model: LanguageModel, mesh: Mesh) -> Critic:
     """Return the critic with the layers of a language model."""
     rows = NamedSharding(auto_view(mesh), PartitionSpec(BatchAxes.of(mesh).rows))
-    return Critic(spread=_values_of(replace(model, activations=rows)), in_replica=_values_of(model.on(auto_view(mesh))))
+    return Critic(
+        spread=_values_of(replace(model, activations=rows)),
+        in_replica=_values_of(model.on(auto_view(mesh))),
+    )
 
 
-def critic_params(model: LanguageModel, params: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+def critic_params(
+    model: LanguageModel, params: Mapping[str, Any], mesh: Mesh
+) -> dict[str, Any]:
     """Return the critic's parameters before training: a policy's layers, and a value of 0 everywhere."""
     kept = {name: params[name] for name in ("embedding", "layers", "final_norm")}
     value = jnp.zeros((model.width,), jnp.dtype(model.param_dtype))
@@ -150,10 +192,16 @@ def critic_params(model: LanguageModel, params: Mapping[str, Any], mesh: Mesh) -
 def _values_of(model: LanguageModel) -> ValuesFn:
     def values(params: Any, rows: Mapping[str, jax.Array]) -> jax.Array:
         if "segments" in rows:
-            x_BTE = packed_hidden(model, params, rows["tokens"], rows["positions"], rows["segments"])
+            x_BTE = packed_hidden(
+                model, params, rows["tokens"], rows["positions"], rows["segments"]
+            )
         else:
-            x_BTE = model.apply_layers(params["layers"], model.embed(params, rows["tokens"]))
-        x_BTE = nn.RMSNorm(dtype=jnp.dtype(model.dtype)).apply({"params": {"scale": params["final_norm"]}}, x_BTE)
+            x_BTE = model.apply_layers(
+                params["layers"], model.embed(params, rows["tokens"])
+            )
+        x_BTE = nn.RMSNorm(dtype=jnp.dtype(model.dtype)).apply(
+            {"params": {"scale": params["final_norm"]}}, x_BTE
+        )
         values_BT = x_BTE @ params["value"].astype(model.dtype)
         return values_BT.astype(jnp.promote_types(values_BT.dtype, jnp.float32))
 
@@ -161,7 +209,12 @@ def _values_of(model: LanguageModel) -> ValuesFn:
 
 
 def grpo_loss(
-    model: Any, *, epsilon: float = 0.2, beta: float = 0.0, temperature: float = 1.0, shapes: tuple[int, ...] = ()
+    model: Any,
+    *,
+    epsilon: float = 0.2,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    shapes: tuple[int, ...] = (),
 ) -> LossFn:
     """Return the loss of GRPO and PPO: the clipped ratio, and the KL divergence from a reference policy.
 
@@ -187,9 +240,15 @@ def grpo_loss(
     """
     policy = as_policy(model)
 
-    def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        log_p_BT = token_log_probabilities(_logits(policy, params, rows), rows["targets"], temperature)
-        log_ratio_BT = jnp.clip(log_p_BT - rows["log_probabilities"], -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    def token_losses(
+        params: Any, rows: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        log_p_BT = token_log_probabilities(
+            _logits(policy, params, rows), rows["targets"], temperature
+        )
+        log_ratio_BT = jnp.clip(
+            log_p_BT - rows["log_probabilities"], -MAX_LOG_RATIO, MAX_LOG_RATIO
+        )
         ratio_BT = jnp.exp(log_ratio_BT)
         advantage_BT = rows["advantages"]
         clipped_BT = jnp.clip(ratio_BT, 1 - epsilon, 1 + epsilon) * advantage_BT
@@ -197,25 +256,37 @@ def grpo_loss(
         found = {"clip_fraction": clipped_BT < ratio_BT * advantage_BT}
         if "reference_log_probabilities" in rows:
             log_r_BT = rows["reference_log_probabilities"] - log_p_BT
-            found["kl"] = jnp.expm1(jnp.clip(log_r_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_r_BT
+            found["kl"] = (
+                jnp.expm1(jnp.clip(log_r_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_r_BT
+            )
             loss_BT = loss_BT + beta * found["kl"] if beta else loss_BT
         return {"loss": loss_BT} | found
 
     return _summed(token_losses, shapes)
 
 
-def value_loss(values_fn: Callable[..., jax.Array], *, epsilon: float = 0.2, shapes: tuple[int, ...] = ()) -> LossFn:
+def value_loss(
+    values_fn: Callable[..., jax.Array],
+    *,
+    epsilon: float = 0.2,
+    shapes: tuple[int, ...] = (),
+) -> LossFn:
     """Return the critic's loss: half the squared error of the value, clipped as in PPO around the value of the rollout.
 
     `values_fn` is `(params, rows) -> values_BT`, the value before the token after each token; for `shapes` see `grpo_loss`.
     """
 
-    def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def token_losses(
+        params: Any, rows: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         values_BT = values_fn(params, rows)
         old_BT = rows["values"]
         returns_BT = rows["returns"]
         near_BT = old_BT + jnp.clip(values_BT - old_BT, -epsilon, epsilon)
-        return {"loss": 0.5 * jnp.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)}
+        return {
+            "loss": 0.5
+            * jnp.maximum((values_BT - returns_BT) ** 2, (near_BT - returns_BT) ** 2)
+        }
 
     return _summed(token_losses, shapes)
 
@@ -224,8 +295,14 @@ def supervised_loss(model: Any) -> LossFn:
     """Return the mean of -log p over the response tokens, for a warm start on right answers."""
     policy = as_policy(model)
 
-    def token_losses(params: Any, rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {"loss": -token_log_probabilities(_logits(policy, params, rows), rows["targets"])}
+    def token_losses(
+        params: Any, rows: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        return {
+            "loss": -token_log_probabilities(
+                _logits(policy, params, rows), rows["targets"]
+            )
+        }
 
     return _summed(token_losses, ())
 
@@ -240,10 +317,14 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
     return policy.packed(params, rows["tokens"], rows["positions"], rows["segments"])
 
 
-def _summed(token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int, ...]) -> LossFn:
+def _summed(
+    token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int, ...]
+) -> LossFn:
     """Return a loss function that adds up the losses of tokens with their coefficients."""
 
-    def sums(params: Any, rows: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def sums(
+        params: Any, rows: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         coefficient_BT = rows["coefficients"]
         # Selected and not multiplied by 0: what padding leads to may be infinite.
         found = {
@@ -252,12 +333,19 @@ def _summed(token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int
         }
         return found.pop("loss"), jnp.sum(rows["weights"]), found
 
-    def loss_fn(params: Any, batch: Mapping[str, jax.Array], keys: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss_fn(
+        params: Any, batch: Mapping[str, jax.Array], keys: Any
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         if "shape" not in batch:
             return sums(params, batch)
         # The rows of a pass are computed with as many tokens as its shape has: one branch for each, in one program.
         rows = {name: x for name, x in batch.items() if name != "shape"}
-        branches = [lambda params, rows, n=n: sums(params, {k: x[:, :n] for k, x in rows.items()}) for n in shapes]
+        branches = [
+            lambda params, rows, n=n: sums(
+                params, {k: x[:, :n] for k, x in rows.items()}
+            )
+            for n in shapes
+        ]
         return jax.lax.switch(batch["shape"][0], branches, params, rows)  # type: ignore[no-any-return]
 
     return loss_fn

@@ -33,9 +33,21 @@ from jax.sharding import Mesh
 
 from rampup.engine.batch import put_batch
 from rampup.engine.compile import Compiler, compile_program
-from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding, process_rows, replicated
+from rampup.engine.mesh import (
+    BatchAxes,
+    auto_context,
+    batch_sharding,
+    process_rows,
+    replicated,
+)
 from rampup.engine.offload import bytes_per_device, device_limit, program_memory
-from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store, wait_for_all
+from rampup.engine.processes import (
+    FOLDER,
+    broadcast_from_process0,
+    is_primary,
+    kv_store,
+    wait_for_all,
+)
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
@@ -58,7 +70,14 @@ from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.noise import FACTS, LAYOUT, block_facts
 from rampup.rl.packing import make_ladder, pack
 from rampup.rl.plan import AGGREGATIONS, Experience, RolloutPlan, count_problems
-from rampup.rl.policy import Critic, grpo_loss, in_replica, over_rows, token_log_probabilities, value_loss
+from rampup.rl.policy import (
+    Critic,
+    grpo_loss,
+    in_replica,
+    over_rows,
+    token_log_probabilities,
+    value_loss,
+)
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 
 # How long the other processes wait for the rewards of process 0. If it fails or is gone, the watchdog ends them, after as many
@@ -161,29 +180,69 @@ class RolloutStep:
         self._reward = reward
         self._policy = over_rows(model, mesh)
         self._critic = critic
-        budgets = {updates.model: updates.token_budget for updates in schedule.stages[0][1].order}
-        self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
-        terms = {"epsilon": options.epsilon, "beta": options.beta, "temperature": options.temperature}
-        losses = {"policy": (grpo_loss(in_replica(model, mesh), **terms, shapes=self._ladders["policy"]), tx)}
+        budgets = {
+            updates.model: updates.token_budget
+            for updates in schedule.stages[0][1].order
+        }
+        self._ladders = {
+            name: make_ladder(b, min(options.rungs, b)) if b else ()
+            for name, b in budgets.items()
+        }
+        terms = {
+            "epsilon": options.epsilon,
+            "beta": options.beta,
+            "temperature": options.temperature,
+        }
+        losses = {
+            "policy": (
+                grpo_loss(
+                    in_replica(model, mesh), **terms, shapes=self._ladders["policy"]
+                ),
+                tx,
+            )
+        }
         if critic is not None:
-            loss = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            loss = value_loss(
+                critic[0].in_replica,
+                epsilon=options.value_epsilon,
+                shapes=self._ladders["critic"],
+            )
             losses["critic"] = loss, critic[1]
         # An update may have no prompt, and then has the weight 0.
-        sizes_vary = (options.zero_spread_groups, options.token_batch_size, options.partial_step) != ("keep", None, "train")
+        sizes_vary = (
+            options.zero_spread_groups,
+            options.token_batch_size,
+            options.partial_step,
+        ) != ("keep", None, "train")
         self._plans = {name: schedule.ramp_plan(name) for name in losses}
         self._steps = dict[str, TrainStep]()
         # No check of the losses: that they are sums over rows is tested.
-        shared: dict[str, Any] = {"seed": options.seed, "skip_nonfinite": skip_nonfinite or sizes_vary, "check_loss": False}
+        shared: dict[str, Any] = {
+            "seed": options.seed,
+            "skip_nonfinite": skip_nonfinite or sizes_vary,
+            "check_loss": False,
+        }
         for name, loss_and_tx in losses.items():
             measures = options.measure_gradient_noise and name == "policy"
-            self._steps[name] = train_step(*loss_and_tx, self._plans[name], mesh, measure_gradient_noise=measures, **shared)
+            self._steps[name] = train_step(
+                *loss_and_tx,
+                self._plans[name],
+                mesh,
+                measure_gradient_noise=measures,
+                **shared,
+            )
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {role: Compiler(partial(wait_for_all, mesh)) for role in ("generate", "logprobs")}
+        self._compilers = {
+            role: Compiler(partial(wait_for_all, mesh))
+            for role in ("generate", "logprobs")
+        }
         self._parts = (*self._compilers.values(), *self._steps.values())
         # Every process needs all results of generation and forward passes.
-        self._fetched = replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
+        self._fetched = (
+            replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
+        )
         self._clock: _Clock | None = None
         # Of the rollouts that this object has generated and trained on completely.
         self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
@@ -196,8 +255,13 @@ class RolloutStep:
     @property
     def compilations(self) -> dict[str, int]:
         """Programs built so far by role. The critic's forward pass counts as `logprobs`, its update as `update`."""
-        forward = {role: compiler.num_compilations for role, compiler in self._compilers.items()}
-        return forward | {"update": sum(step.num_compilations for step in self._steps.values())}
+        forward = {
+            role: compiler.num_compilations
+            for role, compiler in self._compilers.items()
+        }
+        return forward | {
+            "update": sum(step.num_compilations for step in self._steps.values())
+        }
 
     @property
     def waited_seconds(self) -> float:
@@ -214,14 +278,18 @@ class RolloutStep:
         for part in self._parts:
             part.close()
 
-    def create_state(self, params: Any, *, reference: Any = None, critic_params: Any = None) -> RolloutState:
+    def create_state(
+        self, params: Any, *, reference: Any = None, critic_params: Any = None
+    ) -> RolloutState:
         """Return the state before the first rollout, with copies of the parameters; by default the reference has them."""
         given = {"policy": params, "critic": critic_params}
         found = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         for name, step in self._steps.items():
             found |= _fields_of(name, create_state(given[name], step.tx, self._mesh))
         if self.options.beta:
-            found["reference"] = create_state(params if reference is None else reference, optax.identity(), self._mesh).params
+            found["reference"] = create_state(
+                params if reference is None else reference, optax.identity(), self._mesh
+            ).params
         return RolloutState(**found, experience=self._empty_experience())
 
     def check_memory(self, state: RolloutState) -> None:
@@ -229,18 +297,39 @@ class RolloutStep:
 
         The size of the passes alone decides. Devices without a limit, such as CPUs, are not checked.
         """
-        limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
-        models = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference]
+        limits = [
+            limit
+            for device in self._mesh.local_devices
+            if (limit := device_limit(device)) is not None
+        ]
+        models = [
+            state.params,
+            state.opt_state,
+            state.critic_params,
+            state.critic_opt_state,
+            state.reference,
+        ]
         start = 0
         for updates in self.schedule.stages[0][1].order if limits else ():
             position = self.schedule.at(start)
             name = updates.model
-            passes = self._passes(*self._mini_batch(state.experience, Tally(groups=1), position), position)
+            passes = self._passes(
+                *self._mini_batch(state.experience, Tally(groups=1), position), position
+            )
             passes.pop("group", None)
-            row = {key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype)) for key, x in passes.items()}
+            row = {
+                key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype))
+                for key, x in passes.items()
+            }
             inner = _train_state(state, name)
-            program = compile_program(self._steps[name].lower(inner, row, self._plans[name].splits[0]))
-            used = program_memory(program).total + bytes_per_device(models) - bytes_per_device([inner.params, inner.opt_state])
+            program = compile_program(
+                self._steps[name].lower(inner, row, self._plans[name].splits[0])
+            )
+            used = (
+                program_memory(program).total
+                + bytes_per_device(models)
+                - bytes_per_device([inner.params, inner.opt_state])
+            )
             if used > min(limits):
                 training = getattr(position.plan, name)
                 key = (training.microbatch or training.mini_batch).key or "microbatch"
@@ -248,7 +337,9 @@ class RolloutStep:
                 raise ConfigError(f"{text}; set a smaller {key}", key=key)
             start += updates.optimizer_steps
 
-    def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
+    def __call__(
+        self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts
+    ) -> tuple[RolloutState, dict[str, Any]]:
         """Run one whole rollout: generate samples for prompts, then train every model on them.
 
         Args:
@@ -268,9 +359,13 @@ class RolloutStep:
             if position.is_last:
                 break
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
-        return state, {name: float(value) for name, value in host.items()} | metrics["facts"]
+        return state, {name: float(value) for name, value in host.items()} | metrics[
+            "facts"
+        ]
 
-    def update(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[RolloutState, dict[str, Any]]:
+    def update(
+        self, state: RolloutState, position: UpdatePosition, prompts: Prompts
+    ) -> tuple[RolloutState, dict[str, Any]]:
         """Run one optimizer step; before the first one of a rollout, generate its samples.
 
         Args:
@@ -285,7 +380,9 @@ class RolloutStep:
             experience, tally = self._collect(state, position, prompts)
             state = state.replace(experience=experience, tally=tally.to_words())
         elif self._clock is not None and self._clock.rollout != position.rollout:
-            self._clock = None  # resumed between two updates: the times before it are gone
+            self._clock = (
+                None  # resumed between two updates: the times before it are gone
+            )
         began = self._seconds
         tally = Tally.from_words(state.tally)
         rows, lengths = self._mini_batch(state.experience, tally, position)
@@ -297,19 +394,37 @@ class RolloutStep:
         if self._clock is not None:
             self._clock.parts["update"] += self._seconds - began
             if position.is_last:
-                self.seconds_by_part = {name: self.seconds_by_part[name] + took for name, took in self._clock.parts.items()}
-        return state, {**metrics, "facts": self._facts(state.experience, tally, position, lengths, passes)}
+                self.seconds_by_part = {
+                    name: self.seconds_by_part[name] + took
+                    for name, took in self._clock.parts.items()
+                }
+        return state, {
+            **metrics,
+            "facts": self._facts(state.experience, tally, position, lengths, passes),
+        }
 
     def evaluate(
-        self, params: Any, prompts: Sequence[Sequence[int]], *, samples_per_prompt: int = 1, seed: int = 0, sampling: Any = None
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        sampling: Any = None,
     ) -> Any:
         """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout or by `sampling`."""
-        samples = self._generate(params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling)
-        return self._rewards(samples, where="an evaluation").reshape(len(prompts), samples_per_prompt)
+        samples = self._generate(
+            params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling
+        )
+        return self._rewards(samples, where="an evaluation").reshape(
+            len(prompts), samples_per_prompt
+        )
 
     # --- the experience of a rollout ---
 
-    def _collect(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[Arrays, Tally]:
+    def _collect(
+        self, state: RolloutState, position: UpdatePosition, prompts: Prompts
+    ) -> tuple[Arrays, Tally]:
         """Generate the samples of a rollout, and return their stored arrays and numbers."""
         options = self.options
         plan = position.plan
@@ -323,14 +438,22 @@ class RolloutStep:
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
         carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
-        tokens = carried["attention_mask"].sum(axis=1).reshape(before.carried, G).sum(axis=1).tolist()
+        tokens = (
+            carried["attention_mask"]
+            .sum(axis=1)
+            .reshape(before.carried, G)
+            .sum(axis=1)
+            .tolist()
+        )
         is_refilling = options.zero_spread_groups == "refill"
         generated = 0
         found = []
         while budget is None or sum(tokens) < budget:
             missing = most - before.carried - generated
             if is_refilling:
-                missing = min(most - len(tokens), options.max_num_gen_batches * most - generated)
+                missing = min(
+                    most - len(tokens), options.max_num_gen_batches * most - generated
+                )
             if budget is not None:
                 # One call of the generator at a time, because the lengths decide how many it takes.
                 missing = min(missing, max(self.rows_per_call // G, 1))
@@ -343,45 +466,84 @@ class RolloutStep:
                 raise DataError(text, key="batch_size", nearest=(missing,))
             part = self._generate(state.params, asked, G, key, first_row=generated * G)
             rewards = self._rewards(part, where=f"rollout {position.rollout}")
-            teaches = ~has_zero_spread(rewards, G) | (options.zero_spread_groups == "keep")
+            teaches = ~has_zero_spread(rewards, G) | (
+                options.zero_spread_groups == "keep"
+            )
             found.append((part, rewards, teaches))
-            lengths = (part.prompt_length + part.response_length).reshape(missing, G).sum(axis=1)
+            lengths = (
+                (part.prompt_length + part.response_length)
+                .reshape(missing, G)
+                .sum(axis=1)
+            )
             tokens += lengths[teaches].tolist()
             generated += missing
         if is_refilling and not tokens:
             text = f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} "
-            text += (
-                f"of max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly "
+            text += f"of max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly "
+            raise DataError(
+                f"{text}now and then, or set zero_spread_groups=drop",
+                key="zero_spread_groups",
+                nearest=("drop",),
             )
-            raise DataError(f"{text}now and then, or set zero_spread_groups=drop", key="zero_spread_groups", nearest=("drop",))
         mini_batch = plan.policy_updates.mini_batch_samples // G
-        sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
+        sizes = {
+            "most": most,
+            "mini_batch": mini_batch,
+            "partial_step": options.partial_step,
+        }
         groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
         experience = self._empty_experience()
         new = {}
         scoring = 0.0
-        rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
+        rewards_S = (
+            np.concatenate([rewards for _, rewards, _ in found])
+            if found
+            else np.zeros(0, np.float32)
+        )
         # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
         kept = groups + waiting - before.carried
         if kept > 0:
-            taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
-            samples = jax.tree.map(lambda *parts: np.concatenate(parts)[taught], *(part for part, _, _ in found))
+            taught = np.flatnonzero(
+                np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
+            )[: kept * G]
+            samples = jax.tree.map(
+                lambda *parts: np.concatenate(parts)[taught],
+                *(part for part, _, _ in found),
+            )
             scoring = -self._seconds
             new = self._score(state, plan, samples, rewards_S[taught])
             scoring += self._seconds
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        parts = {"generation": self._seconds - began - scoring, "scoring": scoring, "update": 0.0}
+        parts = {
+            "generation": self._seconds - began - scoring,
+            "scoring": scoring,
+            "update": 0.0,
+        }
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
         self._clock = _Clock(rollout=position.rollout, tokens=made, parts=parts)
         dropped = before.carried + generated - groups - waiting
         rewards_PG = rewards_S.astype(np.float64).reshape(-1, G)
-        means = (has_zero_spread(rewards_S, G).mean(), rewards_PG.mean(), rewards_PG.std(axis=1).mean()) if generated else ()
+        means = (
+            (
+                has_zero_spread(rewards_S, G).mean(),
+                rewards_PG.mean(),
+                rewards_PG.std(axis=1).mean(),
+            )
+            if generated
+            else ()
+        )
         seen = before.prompts + generated, before.samples + generated * G
         return experience, Tally(groups, waiting, dropped, *seen, *map(float, means))
 
-    def _score(self, state: RolloutState, plan: RolloutPlan, samples: Samples, rewards_S: np.ndarray) -> Arrays:
+    def _score(
+        self,
+        state: RolloutState,
+        plan: RolloutPlan,
+        samples: Samples,
+        rewards_S: np.ndarray,
+    ) -> Arrays:
         """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
         options = self.options
         response_S = samples.response_length
@@ -389,22 +551,33 @@ class RolloutStep:
         counts_SR = places_R < response_S[:, None]
         arrays = {
             "tokens": samples.tokens,
-            "attention_mask": np.arange(samples.tokens.shape[1]) < (samples.prompt_length + response_S)[:, None],
+            "attention_mask": np.arange(samples.tokens.shape[1])
+            < (samples.prompt_length + response_S)[:, None],
             "response_mask": counts_SR,
             # The reward of a sample belongs to the last token of its response.
-            "rewards": np.where(places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)),
+            "rewards": np.where(
+                places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)
+            ),
             # Not those of the generator, which decodes with a cache: the ratio compares two numbers of one computation.
             "log_probabilities": self._forward("policy", state.params, samples),
         }
         if options.beta:
-            arrays["reference_log_probabilities"] = self._forward("policy", state.reference, samples)
+            arrays["reference_log_probabilities"] = self._forward(
+                "policy", state.reference, samples
+            )
         if self._critic is None:
             advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
-            arrays["advantages"] = np.where(counts_SR, advantages_S[:, None], np.float32(0))
+            arrays["advantages"] = np.where(
+                counts_SR, advantages_S[:, None], np.float32(0)
+            )
         else:
             arrays["values"] = self._forward("critic", state.critic_params, samples)
             arrays["advantages"], arrays["returns"] = generalized_advantages(
-                arrays["rewards"], arrays["values"], response_S, gamma=options.gamma, lam=options.lam
+                arrays["rewards"],
+                arrays["values"],
+                response_S,
+                gamma=options.gamma,
+                lam=options.lam,
             )
         return arrays
 
@@ -412,16 +585,25 @@ class RolloutStep:
         """Return arrays of 0 for the largest rollout, so that every checkpoint has the same structure."""
         planned = self.schedule.stages[0][1].experience
         assert planned is not None
-        stored = replace(planned, **_lengths(self.options), reference=bool(self.options.beta))
+        stored = replace(
+            planned, **_lengths(self.options), reference=bool(self.options.beta)
+        )
         return {
             name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
-            for name, (dtype, elements) in stored.fields(critic=self._critic is not None).items()
+            for name, (dtype, elements) in stored.fields(
+                critic=self._critic is not None
+            ).items()
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
         """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
         prompts, responses = [], []
-        for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
+        for tokens, p, r in zip(
+            samples.tokens,
+            samples.prompt_length.tolist(),
+            samples.response_length.tolist(),
+            strict=True,
+        ):
             response = tokens[p : p + r].tolist()
             if response and response[-1] == self.options.end_token:
                 response.pop()
@@ -435,22 +617,45 @@ class RolloutStep:
         with watchdog(HEARTBEAT_SECONDS):
             if is_primary():
                 try:
-                    found = check_rewards(self._reward, prompts, responses, where=where).tobytes().hex()
+                    found = (
+                        check_rewards(self._reward, prompts, responses, where=where)
+                        .tobytes()
+                        .hex()
+                    )
                 except DataError as error:
                     problem = str(error)
                 # All have read it: they have generated together since.
                 kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
-            answer = broadcast_from_process0(f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS)
+            answer = broadcast_from_process0(
+                f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS
+            )
         problem, found = json.loads(answer)
         if problem:
             raise DataError(problem, key="reward")
         return np.frombuffer(bytes.fromhex(found), np.float32)
 
-    def _generate(self, params: Any, prompts: Any, G: int, key: Any, first_row: int = 0, sampling: Any = None) -> Samples:
+    def _generate(
+        self,
+        params: Any,
+        prompts: Any,
+        G: int,
+        key: Any,
+        first_row: int = 0,
+        sampling: Any = None,
+    ) -> Samples:
         """Return G responses to each prompt, on the host. The key and the row, counted from `first_row`, decide them."""
-        tokens_SP, length_S = (np.repeat(x, G, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length))
-        inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
-        run = make_generate(self._policy, self.options.max_response_length, self.options.end_token)
+        tokens_SP, length_S = (
+            np.repeat(x, G, axis=0)
+            for x in pad_prompts(prompts, self.options.max_prompt_length)
+        )
+        inputs = (
+            tokens_SP,
+            length_S,
+            first_row + np.arange(len(length_S), dtype=np.int32),
+        )
+        run = make_generate(
+            self._policy, self.options.max_response_length, self.options.end_token
+        )
         values = (sampling or self.options.sampling).values
         return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
@@ -461,19 +666,35 @@ class RolloutStep:
             if model == "policy":
                 logits_BTV = self._policy.logits(params, tokens_BT)
                 targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-                found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
+                found_BT = token_log_probabilities(
+                    logits_BTV, targets_BT, self.options.temperature
+                )
             else:
                 found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
             # The entries that belong to the tokens of the response.
-            places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
-            found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
+            places_BR = (
+                prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
+            )
+            found_BR = jnp.take_along_axis(
+                found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1
+            )
             return found_BR.astype(jnp.float32)
 
-        found_SR = self._in_calls("logprobs", model, run, params, (samples.tokens, samples.prompt_length))
+        found_SR = self._in_calls(
+            "logprobs", model, run, params, (samples.tokens, samples.prompt_length)
+        )
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
 
-    def _in_calls(self, role: str, model: str, run: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
+    def _in_calls(
+        self,
+        role: str,
+        model: str,
+        run: Any,
+        params: Any,
+        samples: tuple[np.ndarray, ...],
+        *rest: Any,
+    ) -> Any:
         """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
 
         All calls are started before the first result is fetched. A last call that is short repeats its first row.
@@ -485,48 +706,88 @@ class RolloutStep:
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
             chosen = (x[rows] for x in samples)
-            args = params, *(jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for x in chosen), *rest
+            args = (
+                params,
+                *(
+                    jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+                    for x in chosen
+                ),
+                *rest,
+            )
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
-                    return jax.jit(lambda *args: jax.lax.with_sharding_constraint(run(*args), self._fetched)).lower(*args)
+                    return jax.jit(
+                        lambda *args: jax.lax.with_sharding_constraint(
+                            run(*args), self._fetched
+                        )
+                    ).lower(*args)
 
-            parts.append((self._compilers[role].get(model, lower)(*args), min(self.rows_per_call, S - start)))
-        fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
+            parts.append(
+                (
+                    self._compilers[role].get(model, lower)(*args),
+                    min(self.rows_per_call, S - start),
+                )
+            )
+        fetched = [
+            jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts
+        ]
         return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)
 
     # --- an update ---
 
-    def _mini_batch(self, experience: Arrays, tally: Tally, position: UpdatePosition) -> tuple[Arrays, np.ndarray]:
+    def _mini_batch(
+        self, experience: Arrays, tally: Tally, position: UpdatePosition
+    ) -> tuple[Arrays, np.ndarray]:
         """Return the samples of an update as rows of a loss, and the tokens of each; one row of weight 0 if there are none."""
         options = self.options
-        place: dict[str, Any] = {"step": position.rollout, "start": position.update, "model": position.model}
-        order = {"seed": options.shuffle_seed, "keep_prompts_together": options.keep_prompts_together}
-        rows = next(mini_batches(position.plan, num_prompts=tally.groups, **place, **order)).rows
+        place: dict[str, Any] = {
+            "step": position.rollout,
+            "start": position.update,
+            "model": position.model,
+        }
+        order = {
+            "seed": options.shuffle_seed,
+            "keep_prompts_together": options.keep_prompts_together,
+        }
+        rows = next(
+            mini_batches(position.plan, num_prompts=tally.groups, **place, **order)
+        ).rows
         if options.measure_gradient_noise and _layout(position):
             rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
         taken = rows if len(rows) else np.zeros(1, np.int64)
         chosen = {name: np.asarray(x)[taken] for name, x in experience.items()}
         lengths = chosen["attention_mask"].sum(axis=1)
         response_length = chosen["response_mask"].sum(axis=1)
-        chosen |= {"prompt_length": lengths - response_length, "response_length": response_length}
+        chosen |= {
+            "prompt_length": lengths - response_length,
+            "response_length": response_length,
+        }
         chosen["group"] = taken // position.plan.samples_per_prompt
         found = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
         if not len(rows):
-            found |= {name: np.zeros_like(found[name]) for name in ("coefficients", "weights")}
+            found |= {
+                name: np.zeros_like(found[name]) for name in ("coefficients", "weights")
+            }
         if options.measure_gradient_noise:
             found["group"] = chosen["group"]
         return found, lengths[: len(rows)]
 
-    def _passes(self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
+    def _passes(
+        self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition
+    ) -> Arrays:
         """Return the passes of an update, arrays (n, rows of a pass, ...)."""
         if not (ladder := self._ladders[position.model]):
             return padded_rows(rows, self.schedule.pass_samples(position.model))
         replicas = position.split.data_parallel_size
         tokens = lengths.tolist() or [1]
-        return packed_rows(rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens)
+        return packed_rows(
+            rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens
+        )
 
-    def _train(self, state: RolloutState, passes: Arrays, position: UpdatePosition) -> tuple[RolloutState, Any]:
+    def _train(
+        self, state: RolloutState, passes: Arrays, position: UpdatePosition
+    ) -> tuple[RolloutState, Any]:
         """Run the optimizer once, on the sum over the passes."""
         plan = self._plans[position.model]
         n, width = passes["tokens"].shape[:2]
@@ -534,24 +795,50 @@ class RolloutStep:
         split = split_of(n, width, position.split.data_parallel_size)
         weights = passes["weights"].sum(axis=2)
         own = process_rows(self._mesh, width)
-        passes = {name: x[:, own] for name, x in passes.items()} if len(own) < width else passes
-        batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
-        inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)
-        if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
+        passes = (
+            {name: x[:, own] for name, x in passes.items()}
+            if len(own) < width
+            else passes
+        )
+        batch = put_batch(
+            passes,
+            replace(plan.position(position.model_step), split=split),
+            plan,
+            self._mesh,
+        )
+        inner, metrics = self._steps[position.model](
+            _train_state(state, position.model), batch
+        )
+        if (
+            "gradient_noise" in metrics
+            and position.update < position.plan.policy_updates.num_mini_batches
+        ):
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        return state.replace(step=np.array(position.step + 1, np.int32), **_fields_of(position.model, inner)), metrics
+        return state.replace(
+            step=np.array(position.step + 1, np.int32),
+            **_fields_of(position.model, inner),
+        ), metrics
 
     def _facts(
-        self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: Any, passes: Arrays
+        self,
+        experience: Arrays,
+        tally: Tally,
+        position: UpdatePosition,
+        lengths: Any,
+        passes: Arrays,
     ) -> dict[str, Any]:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
         plan = position.plan
         have = tally.groups * plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
         ladder = self._ladders[position.model]
-        computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
+        computed = (
+            sum(ladder[shape] for shape in passes["shape"].ravel())
+            if ladder
+            else n * width * T
+        )
         counts_SR = np.asarray(experience["response_mask"])[:have]
         found = {
             "model": position.model,
@@ -567,19 +854,31 @@ class RolloutStep:
             "rollout": position.rollout,
             "reward": None if np.isnan(tally.reward) else round(tally.reward, 9),
             "reward_spread": None if np.isnan(tally.spread) else round(tally.spread, 9),
-            "zero_spread_share": None if np.isnan(tally.zero_spread) else tally.zero_spread,
+            "zero_spread_share": None
+            if np.isnan(tally.zero_spread)
+            else tally.zero_spread,
             "response_length": float(counts_SR.sum(axis=1).mean()) if have else None,
             "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
         }
         if plan.experience_bytes_per_sample is not None:
-            found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
+            found["planned_experience_bytes"] = (
+                plan.experience_bytes_per_sample * self.schedule.max_samples
+            )
         if self._clock is not None:
-            done = {name: took for name, took in self._clock.parts.items() if name != "update" or position.is_last}
+            done = {
+                name: took
+                for name, took in self._clock.parts.items()
+                if name != "update" or position.is_last
+            }
             found |= {f"{name}_seconds": round(took, 6) for name, took in done.items()}
-            found["generation_tokens_per_second"] = round(self._clock.tokens / max(done["generation"], 1e-9), 3)
+            found["generation_tokens_per_second"] = round(
+                self._clock.tokens / max(done["generation"], 1e-9), 3
+            )
             if position.is_last:
                 tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
-                found["training_tokens_per_second"] = round(tokens / max(done["update"], 1e-9), 3)
+                found["training_tokens_per_second"] = round(
+                    tokens / max(done["update"], 1e-9), 3
+                )
         return found
 
 
@@ -623,16 +922,35 @@ def rollout_step(
         >>> int(jnp.argmax(state.params)), metrics["reward"] > 1.5, step.compilations
         (3, True, {'generate': 1, 'logprobs': 1, 'update': 1})
     """
-    schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
+    schedule = (
+        plan
+        if isinstance(plan, RolloutSchedule)
+        else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
+    )
     # Plans without lengths have those of the options: they decide how many passes there may be.
     own = Experience(**_lengths(options), reference=bool(options.beta))
-    stages = ((first, replace(stage, experience=stage.experience or own)) for first, stage in schedule.stages)
+    stages = (
+        (first, replace(stage, experience=stage.experience or own))
+        for first, stage in schedule.stages
+    )
     schedule = replace(schedule, stages=tuple(stages))
-    return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
+    return RolloutStep(
+        model,
+        tx,
+        schedule,
+        mesh,
+        reward=reward,
+        options=options,
+        critic=critic,
+        skip_nonfinite=skip_nonfinite,
+    )
 
 
 # The fields of a state that are the training state of a model.
-_FIELDS = {"policy": ("policy_step", "params", "opt_state"), "critic": ("critic_step", "critic_params", "critic_opt_state")}
+_FIELDS = {
+    "policy": ("policy_step", "params", "opt_state"),
+    "critic": ("critic_step", "critic_params", "critic_opt_state"),
+}
 
 
 def _train_state(state: RolloutState, model: str) -> TrainState:
@@ -640,7 +958,9 @@ def _train_state(state: RolloutState, model: str) -> TrainState:
 
 
 def _fields_of(model: str, inner: TrainState) -> dict[str, Any]:
-    return dict(zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True))
+    return dict(
+        zip(_FIELDS[model], (inner.step, inner.params, inner.opt_state), strict=True)
+    )
 
 
 def _layout(position: UpdatePosition) -> int:
@@ -658,7 +978,10 @@ class _Clock:
 
 
 def _lengths(options: RolloutOptions) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in ("max_prompt_length", "max_response_length")}
+    return {
+        name: getattr(options, name)
+        for name in ("max_prompt_length", "max_response_length")
+    }
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
@@ -672,13 +995,25 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
         raise ConfigError(text, key=key, nearest=nearest)
 
     if (plan.critic is None) != (critic is None):
-        missing = "the plan has a critic, but none is given" if critic is None else "a critic is given, but the plan has none"
+        missing = (
+            "the plan has a critic, but none is given"
+            if critic is None
+            else "a critic is given, but the plan has none"
+        )
         refuse("enable_critic", f"{missing}; give both or neither", critic is not None)
     for stage in stages:
         if critic is None:
-            group_advantages(np.zeros(stage.samples_per_prompt), stage.samples_per_prompt)
-        if (sampling.temperature == 0 or sampling.top_k == 1) and stage.samples_per_prompt > 1:
-            key, fix = ("decode_sampling_top_k", 0) if sampling.temperature else ("decode_sampling_temperature", 1.0)
+            group_advantages(
+                np.zeros(stage.samples_per_prompt), stage.samples_per_prompt
+            )
+        if (
+            sampling.temperature == 0 or sampling.top_k == 1
+        ) and stage.samples_per_prompt > 1:
+            key, fix = (
+                ("decode_sampling_top_k", 0)
+                if sampling.temperature
+                else ("decode_sampling_temperature", 1.0)
+            )
             refuse(
                 key,
                 f"{key}={1 if sampling.temperature else sampling.temperature} samples greedily: the {stage.samples_per_prompt} "
@@ -686,37 +1021,64 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
                 "decode_sampling_top_k=0",
                 fix,
             )
-    for name, choices in (("zero_spread_groups", ("keep", "drop", "refill")), ("partial_step", ("train", "drop", "carry"))):
+    for name, choices in (
+        ("zero_spread_groups", ("keep", "drop", "refill")),
+        ("partial_step", ("train", "drop", "carry")),
+    ):
         if (chosen := getattr(options, name)) not in choices:
             raise choice_error(name, chosen, choices)
     raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
-    if options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages):
+    if options.zero_spread_groups != "keep" and any(
+        stage.samples_per_prompt == 1 for stage in stages
+    ):
         text = f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
         text += "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep"
         refuse("zero_spread_groups", text, "keep")
     longest = options.max_prompt_length + options.max_response_length
-    if options.token_batch_size is not None and options.token_batch_size < largest * longest:
+    if (
+        options.token_batch_size is not None
+        and options.token_batch_size < largest * longest
+    ):
         text = f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
-        text += f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
+        text += (
+            f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens"
+        )
         refuse("token_batch_size", text, largest * longest)
-    if options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages):
+    if options.token_batch_size is not None and any(
+        stage.policy_updates.num_mini_batches > 1 for stage in stages
+    ):
         text = f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1"
         refuse("mini_batch_size", text, -1)
-    if options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1:
+    if (
+        options.partial_step == "carry"
+        and len({stage.samples_per_prompt for stage in stages}) > 1
+    ):
         text = "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
-        refuse("partial_step", f"{text}responses; set partial_step=train or drop", "train", "drop")
-    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
+        refuse(
+            "partial_step",
+            f"{text}responses; set partial_step=train or drop",
+            "train",
+            "drop",
+        )
+    whole = all(
+        stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0
+        for stage in stages
+    )
     if options.partial_step != "train" and not whole:
         text = f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts"
         refuse("partial_step", text, "train")
-    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
+    separates = not whole or (
+        options.shuffle_seed is not None and not options.keep_prompts_together
+    )
     if options.loss_agg_mode == "group-mean-token-mean" and separates:
         text = "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
         text += "keep_prompts_together=true and count mini_batch_size in prompts"
         refuse("rl.loss_agg_mode", text, *AGGREGATIONS[:3])
     policy = plan.policy_updates
     rows = schedule.pass_samples("policy") // policy.data_parallel_size
-    if options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2):
+    if options.measure_gradient_noise and (
+        separates or policy.token_budget is not None or rows < 2 or largest < 2
+    ):
         text = "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
         text += f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), "
         text += "token_budget=-1, keep_prompts_together=true and rl.num_generations=2 or more"
@@ -727,7 +1089,14 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
     planned = None if plan.experience is None else plan.experience.max_length
     if planned is not None and planned < longest:
         text = f"the plan's experience has max_prompt_length + max_response_length = {planned} tokens, fewer than the"
-        refuse("experience", f"{text} {longest} of the options; give both the same lengths", longest)
-    if any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order):
+        refuse(
+            "experience",
+            f"{text} {longest} of the options; give both the same lengths",
+            longest,
+        )
+    if any(
+        updates.token_budget is not None and updates.token_budget < longest
+        for updates in plan.order
+    ):
         text = f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}"
         refuse("token_budget", text, longest)

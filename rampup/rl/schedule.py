@@ -42,7 +42,10 @@ class UpdatePosition(PlanPosition):
     @property
     def is_last(self) -> bool:
         """Whether its rollout ends with it."""
-        return self.model == "policy" and self.update == self.plan.policy_updates.optimizer_steps - 1
+        return (
+            self.model == "policy"
+            and self.update == self.plan.policy_updates.optimizer_steps - 1
+        )
 
 
 class _Totals(NamedTuple):
@@ -55,9 +58,18 @@ class _Totals(NamedTuple):
 
     def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
         """Return the totals with more rollouts of one plan."""
-        steps = {"critic": 0} | {updates.model: updates.optimizer_steps for updates in plan.order}
-        each = (sum(steps.values()), plan.samples_per_step, steps["policy"], steps["critic"])
-        return _Totals(*(total + rollouts * one for total, one in zip(self, each, strict=True)))
+        steps = {"critic": 0} | {
+            updates.model: updates.optimizer_steps for updates in plan.order
+        }
+        each = (
+            sum(steps.values()),
+            plan.samples_per_step,
+            steps["policy"],
+            steps["critic"],
+        )
+        return _Totals(
+            *(total + rollouts * one for total, one in zip(self, each, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +84,17 @@ class RolloutSchedule:
     _starts: tuple[_Totals, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        stages = tuple((first, replace(plan, num_steps=self.num_rollouts)) for first, plan in self.stages)
+        stages = tuple(
+            (first, replace(plan, num_steps=self.num_rollouts))
+            for first, plan in self.stages
+        )
         object.__setattr__(self, "stages", stages)
         starts = [_Totals()]
         ends = [*(first for first, _ in stages[1:]), self.num_rollouts]
         for (first, plan), end in zip(stages, ends, strict=True):
-            starts.append(starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan))
+            starts.append(
+                starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan)
+            )
         object.__setattr__(self, "_starts", tuple(starts))
 
     def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
@@ -104,25 +121,49 @@ class RolloutSchedule:
     def at(self, step: int) -> UpdatePosition:
         """Return the position of an optimizer step."""
         if not 0 <= step < self.total_steps:
-            raise ResumeMismatchError(f"step={step} must be from 0 to {self.total_steps - 1}", key="step")
+            raise ResumeMismatchError(
+                f"step={step} must be from 0 to {self.total_steps - 1}", key="step"
+            )
         index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
         first, plan = self.stages[index]
         start = self._starts[index]
-        rollouts, update = divmod(step - start.steps, sum(updates.optimizer_steps for updates in plan.order))
+        rollouts, update = divmod(
+            step - start.steps, sum(updates.optimizer_steps for updates in plan.order)
+        )
         updates = plan.order[0]
         if update >= updates.optimizer_steps:  # the critic is done
             update -= updates.optimizer_steps
             updates = plan.policy_updates
         before = start.after(rollouts, plan)
-        length = None if index == len(self.stages) - 1 else self._starts[index + 1].steps - start.steps
+        length = (
+            None
+            if index == len(self.stages) - 1
+            else self._starts[index + 1].steps - start.steps
+        )
         size = updates.mini_batch_samples
-        phase = Phase(index=index, start_step=start.steps, start_sample=start.samples, num_steps=length, global_batch_size=size)
+        phase = Phase(
+            index=index,
+            start_step=start.steps,
+            start_sample=start.samples,
+            num_steps=length,
+            global_batch_size=size,
+        )
         rows = self.pass_samples(updates.model)
         samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
-        split = split_of(-(-samples // rows) if updates.token_budget is None else 1, rows, updates.data_parallel_size)
-        numbers: dict[str, Any] = {"consumed_samples": before.samples, "rollout": first + rollouts, "update": update}
+        split = split_of(
+            -(-samples // rows) if updates.token_budget is None else 1,
+            rows,
+            updates.data_parallel_size,
+        )
+        numbers: dict[str, Any] = {
+            "consumed_samples": before.samples,
+            "rollout": first + rollouts,
+            "update": update,
+        }
         numbers |= {"step": step, "model_step": getattr(before, updates.model) + update}
-        return UpdatePosition(plan=plan, model=updates.model, phase=phase, split=split, **numbers)
+        return UpdatePosition(
+            plan=plan, model=updates.model, phase=phase, split=split, **numbers
+        )
 
     def pass_samples(self, model: str) -> int:
         """Samples of one pass over all replicas, the same in all stages; with a token budget its rows, one per replica."""
@@ -147,12 +188,19 @@ class RolloutSchedule:
         rows = self.pass_samples(model)
         replicas = updates[0].data_parallel_size
         is_packed = updates[0].token_budget is not None
-        most = max((each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows) for each in updates)
+        most = max(
+            (each.max_passes or 1) if is_packed else -(-each.mini_batch_samples // rows)
+            for each in updates
+        )
         largest = split_of(most, rows, replicas)
         ramp = BatchRamp.constant(largest.global_batch_size)
-        splitter = BatchSplitter(data_parallel_size=replicas, microbatch_size=largest.microbatch_size)
+        splitter = BatchSplitter(
+            data_parallel_size=replicas, microbatch_size=largest.microbatch_size
+        )
         steps = max(self.optimizer_steps(model), 1)
-        return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=steps)
+        return RampPlan(
+            ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=steps
+        )
 
     @property
     def ramp(self) -> RolloutSchedule:
@@ -162,7 +210,10 @@ class RolloutSchedule:
     @property
     def splits(self) -> tuple[BatchSplit, ...]:
         """The split of the first mini batch of each stage."""
-        return tuple(self.at(min(start.steps, self.total_steps - 1)).split for start in self._starts[:-1])
+        return tuple(
+            self.at(min(start.steps, self.total_steps - 1)).split
+            for start in self._starts[:-1]
+        )
 
     def stage_rows(self) -> list[dict[str, int]]:
         """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them."""
@@ -171,11 +222,23 @@ class RolloutSchedule:
             {
                 "start_step": first,
                 "num_steps": min(end, self.num_rollouts) - first,
-                **{name: getattr(plan, name) for name in ("prompts_per_step", "samples_per_prompt", "samples_per_step")},
-                **{name: getattr(plan.policy_updates, name) for name in ("mini_batch_samples", "optimizer_steps")},
+                **{
+                    name: getattr(plan, name)
+                    for name in (
+                        "prompts_per_step",
+                        "samples_per_prompt",
+                        "samples_per_step",
+                    )
+                },
+                **{
+                    name: getattr(plan.policy_updates, name)
+                    for name in ("mini_batch_samples", "optimizer_steps")
+                },
                 "start_optimizer_step": start.policy,
             }
-            for (first, plan), end, start in zip(self.stages, ends, self._starts, strict=False)
+            for (first, plan), end, start in zip(
+                self.stages, ends, self._starts, strict=False
+            )
             if first < self.num_rollouts
         ]
 
@@ -205,7 +268,10 @@ class RolloutSchedule:
         return [
             [
                 *(first, plan.samples_per_step, plan.samples_per_prompt),
-                *([updates.model, updates.mini_batch_samples, updates.num_epochs] for updates in plan.order),
+                *(
+                    [updates.model, updates.mini_batch_samples, updates.num_epochs]
+                    for updates in plan.order
+                ),
             ]
             for first, plan in self.stages
             if first < self.num_rollouts

@@ -21,7 +21,9 @@ def encode(text: str) -> list[int]:
 
 def decode(tokens: Sequence[int]) -> str:
     """Return the text of tokens; what is not UTF-8 is replaced."""
-    return bytes(token for token in tokens if 0 <= token < VOCAB_SIZE).decode(errors="replace")
+    return bytes(token for token in tokens if 0 <= token < VOCAB_SIZE).decode(
+        errors="replace"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,9 @@ class Arithmetic:
     max_operand: int  # the largest number in a prompt
     num_held_out: int = 0
     num_prompts: int | None = None  # prompts for training; None = all others
-    seed: int = 0  # of the order of the training prompts, which is another one in every epoch
+    seed: int = (
+        0  # of the order of the training prompts, which is another one in every epoch
+    )
 
     def __post_init__(self) -> None:
         total = (self.max_operand + 1) ** 2
@@ -65,7 +69,11 @@ class Arithmetic:
 
     def prompts(self, start: int, stop: int) -> list[str]:
         """Return training prompts by their numbers, counted over all epochs."""
-        number = (self.max_operand + 1) ** 2 - self.num_held_out if self.num_prompts is None else self.num_prompts
+        number = (
+            (self.max_operand + 1) ** 2 - self.num_held_out
+            if self.num_prompts is None
+            else self.num_prompts
+        )
         found: list[str] = []
         while start < stop:
             epoch, place = divmod(start, number)
@@ -83,24 +91,42 @@ class Arithmetic:
         """Return the right answer to a prompt."""
         return str(sum(int(number) for number in prompt.rstrip("=").split("+")))
 
-    def demonstrations(self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]) -> list[str]:
+    def demonstrations(
+        self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]
+    ) -> list[str]:
         """Return answers, a share of them right, each drawn by itself. A wrong one is the sum of another pair of numbers."""
-        bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2)).tolist()
+        bits = (
+            np.random.Philox(np.random.SeedSequence(list(seed)))
+            .random_raw((len(prompts), 2))
+            .tolist()
+        )
         sums = 2 * self.max_operand + 1
         answers = []
         for prompt, (draw, other) in zip(prompts, bits, strict=True):
             right = int(self.answer(prompt))
-            answers.append(str(right if draw / 2**64 < accuracy else (right + 1 + other % (sums - 1)) % sums))
+            answers.append(
+                str(
+                    right
+                    if draw / 2**64 < accuracy
+                    else (right + 1 + other % (sums - 1)) % sums
+                )
+            )
         return answers
 
     def reward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """Return 1 for every right response and 0 for the others."""
-        return [float(response == self.answer(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+        return [
+            float(response == self.answer(prompt))
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
 
     def _prompts(self, places: slice | np.ndarray) -> list[str]:
         # One order for all seeds, so that runs with different seeds are evaluated on the same prompts.
         pairs = stable_permutation((0,), (self.max_operand + 1) ** 2)[places]
-        return ["{}+{}=".format(*divmod(pair, self.max_operand + 1)) for pair in pairs.tolist()]
+        return [
+            "{}+{}=".format(*divmod(pair, self.max_operand + 1))
+            for pair in pairs.tolist()
+        ]
 
 
 def stable_permutation(identity: tuple[int, ...], number: int) -> np.ndarray:

@@ -17,7 +17,13 @@ from rich.text import Text
 from rampup.batch_size.scaling_laws import ADVISED
 from rampup.plan import describe
 from rampup.plan.plan import RampPlan
-from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
+from rampup.show.format import (
+    describe_split,
+    format_bytes,
+    format_count,
+    format_si,
+    format_value,
+)
 
 if TYPE_CHECKING:
     from rampup.config.fix import Fix
@@ -29,26 +35,76 @@ if TYPE_CHECKING:
 MAX_PHASES = 20  # of more phases, only the first and the last are printed
 MAX_TICKS = 2_000
 MARK = "*"
-PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # of a console that prints texts as they are
+PLAIN: dict[str, Any] = {
+    "highlight": False,
+    "markup": False,
+    "emoji": False,
+}  # of a console that prints texts as they are
 
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
-TITLES = {name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()}
-TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
+TITLES = {
+    name: title.replace(" ", "\n") for name, title in describe.PHASE_TITLES.items()
+}
+TITLES |= {
+    "num_pipeline_microbatches": "pipeline\nmicro",
+    "microbatch_size": "micro-\nbatch",
+}
 WHEN = {name: TITLES[name] for name in ("start_step", "start_sample", "num_steps")}
 BATCH = {"global_batch_size": TITLES["global_batch_size"]}
-SPLIT = {name: TITLES[name] for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")}
-_HYPERPARAMETERS = {"learning_rate_scale": TITLES["learning_rate_scale"], "learning_rate": "learning\nrate"}
-_HYPERPARAMETERS |= {"peak_learning_rate": "peak\nrate", "adam_b1": "b1", "adam_b2": "b2"}
-_HYPERPARAMETERS |= {"adam_b2_half_life_tokens": "half life\ntokens", "adam_eps": "eps", "adam_weight_decay": "weight\ndecay"}
-_COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
-_KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
+SPLIT = {
+    name: TITLES[name]
+    for name in ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size")
+}
+_HYPERPARAMETERS = {
+    "learning_rate_scale": TITLES["learning_rate_scale"],
+    "learning_rate": "learning\nrate",
+}
+_HYPERPARAMETERS |= {
+    "peak_learning_rate": "peak\nrate",
+    "adam_b1": "b1",
+    "adam_b2": "b2",
+}
+_HYPERPARAMETERS |= {
+    "adam_b2_half_life_tokens": "half life\ntokens",
+    "adam_eps": "eps",
+    "adam_weight_decay": "weight\ndecay",
+}
+_COMPARED = (
+    "num_devices",
+    "total_steps",
+    "ramp_steps",
+    "ramp_samples",
+    "num_compiled_shapes",
+    "global_batch_to_load",
+)
+_KIND_STYLES = {
+    "F": "black on green",
+    "B": "white on blue",
+    "I": "white on blue",
+    "W": "black on cyan",
+}
 
 
-def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 0) -> Table:
+def make_table(
+    console: Console,
+    titles: Iterable[str],
+    rows: Iterable[Iterable[str]] = (),
+    *,
+    left: int = 0,
+) -> Table:
     """Return a table. The first `left` columns are text, aligned left and folded if need be, the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD if console.is_terminal else None,
+        pad_edge=False,
+        show_edge=False,
+    )
     for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
+        table.add_column(
+            title,
+            justify="left" if number < left else "right",
+            overflow="fold",
+            no_wrap=number >= left,
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -56,7 +112,9 @@ def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[
 
 def is_for_a_log() -> bool:
     """Return whether a launcher may have made this process's terminal for a log, as `srun --unbuffered` and mpirun do."""
-    slurm = "SLURM_PROCID" in os.environ and "SLURM_PTY_PORT" not in os.environ  # `srun --pty` is for people
+    slurm = (
+        "SLURM_PROCID" in os.environ and "SLURM_PTY_PORT" not in os.environ
+    )  # `srun --pty` is for people
     return slurm or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
@@ -76,16 +134,24 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
         console.print(f"note: {note}", style="yellow")
 
 
-def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES) -> None:
+def print_plan(
+    plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES
+) -> None:
     """Print a plan: a summary, its phases, evaluation and notes. Of more phases than `max_phases`, the middle is counted."""
     for sentence in describe.summary(plan):
         console.print(sentence)
     pipeline = plan.splitter.num_stages > 1
     names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
-    names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * plan.scales_learning_rate
+    names += ["bubble_fraction"] * pipeline + [
+        "learning_rate_scale"
+    ] * plan.scales_learning_rate
     rows = plan.phase_rows()
     sizes = {name: TITLES[name] for name in names}
-    unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
+    unreached = {
+        phase.index
+        for phase in plan.ramp.phases
+        if phase.start_step >= plan.total_steps
+    }
     mark = "\u2588" if console.is_terminal else "#"
     largest = max(plan.ramp.sizes)
 
@@ -97,14 +163,24 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     layouts = ([WHEN | sizes | {"bar": ""}], [WHEN | sizes], [WHEN, sizes])
     _print_phases(console, layouts, cell, len(rows), max_phases, dim=unreached)
     if split := plan.eval_split:
-        console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
+        console.print(
+            f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}"
+        )
     if (loading := describe.loading(plan)) is not None:
         console.print(f"loading: {loading}")
     if len(plan.pipeline_candidates) > 1:
-        console.print("pipeline microbatches of the last phase, by predicted step time:")
-        choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
+        console.print(
+            "pipeline microbatches of the last phase, by predicted step time:"
+        )
+        choices = make_table(
+            console,
+            ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""],
+        )
         for choice in plan.pipeline_candidates[:6]:
-            sizes = f"{choice.num_pipeline_microbatches:,}", f"{choice.microbatch_size:,}"
+            sizes = (
+                f"{choice.num_pipeline_microbatches:,}",
+                f"{choice.microbatch_size:,}",
+            )
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
             used = "used" * (choice.microbatch_size == plan.splits[-1].microbatch_size)
             choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, used)
@@ -113,10 +189,16 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
 
 
 def print_hyperparameters(
-    plan: RampPlan, rows: Sequence[Mapping[str, float]], console: Console, *, max_phases: int | None = MAX_PHASES
+    plan: RampPlan,
+    rows: Sequence[Mapping[str, float]],
+    console: Console,
+    *,
+    max_phases: int | None = MAX_PHASES,
 ) -> None:
     """Print the hyperparameters of every phase; `rows` has them by key."""
-    titles = {name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]}
+    titles = {
+        name: title for name, title in _HYPERPARAMETERS.items() if name in rows[0]
+    }
     rates = {name: title for name, title in titles.items() if "rate" in name}
     others = {name: title for name, title in titles.items() if name not in rates}
 
@@ -128,20 +210,48 @@ def print_hyperparameters(
         return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
 
     layouts = ([titles], [part for part in (rates, others) if part])
-    _print_phases(console, [[BATCH | part for part in layout] for layout in layouts], cell, len(rows), max_phases)
-    console.print("learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens")
+    _print_phases(
+        console,
+        [[BATCH | part for part in layout] for layout in layouts],
+        cell,
+        len(rows),
+        max_phases,
+    )
+    console.print(
+        "learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens"
+    )
 
 
 def print_comparison(
-    plans: Sequence[RampPlan], names: Sequence[str], changed: Mapping[str, Any], console: Console, *, max_phases: int | None
+    plans: Sequence[RampPlan],
+    names: Sequence[str],
+    changed: Mapping[str, Any],
+    console: Console,
+    *,
+    max_phases: int | None,
 ) -> None:
     """Print two plans side by side: the keys that differ, each with its value in `a` and in `b`, the totals, and the phases."""
     console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
-    settings = [(name, *(_format_setting(values[which]) for which in "ab")) for name, values in changed.items()]
-    console.print(make_table(console, ["key", "a", "b"], settings, left=1) if changed else "all keys are the same")
-    facts = [{**plan.to_dict(), "consumed_samples": plan.consumed_samples} for plan in plans]
-    pairs = {name: [fact[name] for fact in facts] for name in (*_COMPARED, "consumed_samples")}
-    totals = [(name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "") for name, pair in pairs.items()]
+    settings = [
+        (name, *(_format_setting(values[which]) for which in "ab"))
+        for name, values in changed.items()
+    ]
+    console.print(
+        make_table(console, ["key", "a", "b"], settings, left=1)
+        if changed
+        else "all keys are the same"
+    )
+    facts = [
+        {**plan.to_dict(), "consumed_samples": plan.consumed_samples} for plan in plans
+    ]
+    pairs = {
+        name: [fact[name] for fact in facts]
+        for name in (*_COMPARED, "consumed_samples")
+    }
+    totals = [
+        (name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "")
+        for name, pair in pairs.items()
+    ]
     console.print("", make_table(console, ["plan", "a", "b", ""], totals, left=1), "")
     split = split_columns(any(plan.splitter.num_stages > 1 for plan in plans))
     batch = {"global_batch_size": "batch"}
@@ -151,18 +261,37 @@ def print_comparison(
     phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
 
     def both_and_mark(columns: Mapping[str, str]) -> dict[tuple[int, str], str]:
-        marked = {name: f"{title} " if "\n" in title else f"{title}\n" for name, title in columns.items()}
-        return {(which, name): title + "ab"[which] for which in (0, 1) for name, title in marked.items()} | {(0, ""): ""}
+        marked = {
+            name: f"{title} " if "\n" in title else f"{title}\n"
+            for name, title in columns.items()
+        }
+        return {
+            (which, name): title + "ab"[which]
+            for which in (0, 1)
+            for name, title in marked.items()
+        } | {(0, ""): ""}
 
     def cell(index: int, column: tuple[int, str]) -> str:
         pair, (which, name) = phases[index], column
         return phase_cell(pair[which], name) if name else MARK * (pair[0] != pair[1])
 
     layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
-    _print_phases(console, [[*map(both_and_mark, layout)] for layout in layouts], cell, len(phases), max_phases)
+    _print_phases(
+        console,
+        [[*map(both_and_mark, layout)] for layout in layouts],
+        cell,
+        len(phases),
+        max_phases,
+    )
 
 
-def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
+def print_budget(
+    budget: Mapping[str, Any],
+    plan: RampPlan,
+    console: Console,
+    *,
+    measured: Collection[int] = (),
+) -> None:
     """Print the result of `token_budget`; `measured` has the global batch sizes whose throughput is known."""
     tokens = budget["tokens"]
     steps = budget["steps"]
@@ -173,7 +302,10 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
         "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
     }
-    kept = [("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"])]
+    kept = [
+        ("first", first, budget["steps_at_first"]),
+        ("last", final, budget["steps_at_final"]),
+    ]
     if first == final == max(plan.ramp.sizes):
         rows["a ramp"] = "none: the batch is the same throughout"
         kept = []
@@ -183,15 +315,21 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         if difference:
             word = "fewer" if difference < 0 else "more"
             compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
-        rows[f"at {size:,} throughout"] = f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
+        rows[f"at {size:,} throughout"] = (
+            f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
+        )
     if "hours" in budget:
         hours = budget["hours"]
         sizes = list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
-        rows["time"] = f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
+        rows["time"] = (
+            f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
+        )
         unknown = sum(size not in measured for size in sizes)
         if unknown and len(measured) > 1:
-            rows["not measured"] = f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
+            rows["not measured"] = (
+                f"{unknown:,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
+            )
     if plan.total_steps != steps:
         consumed = f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,} tokens"
         rows["this configuration"] = f"{consumed}; for the budget set steps={steps}"
@@ -204,19 +342,35 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     console.print(f"{found['train_tokens']:,} tokens{model}: batch size in tokens")
     for kind in ("optimal", "critical"):
         laws = [law for law in found["laws"] if law["kind"] == kind]
-        shares = ["batch"] if kind == "optimal" else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]
-        rates = {"learning_rate": "rate", "learning_rate_from_tuned": "rate of\nyour pair"}
-        columns = {name: title for name, title in rates.items() if any(name in law for law in laws)}
+        shares = (
+            ["batch"]
+            if kind == "optimal"
+            else [f"+{name}" for name in laws[0]["batch_tokens_at_overhead"]]
+        )
+        rates = {
+            "learning_rate": "rate",
+            "learning_rate_from_tuned": "rate of\nyour pair",
+        }
+        columns = {
+            name: title
+            for name, title in rates.items()
+            if any(name in law for law in laws)
+        }
         steps = "steps" if kind == "optimal" else f"steps\nat +{ADVISED}"
         table = make_table(console, [kind, *shares, steps, *columns.values()], left=1)
         for law in laws:
             sizes = law.get("batch_tokens_at_overhead", {"": law["batch_tokens"]})
-            count = law["steps"] if kind == "optimal" else law["steps_at_overhead"][ADVISED]
+            count = (
+                law["steps"] if kind == "optimal" else law["steps_at_overhead"][ADVISED]
+            )
             own = [f"{law[name]:.2g}" if name in law else "" for name in columns]
             formula = f"{law['name']}: {law['formula']} ({law['source']})"
             table.add_row(formula, *map(format_si, sizes.values()), f"{count:,}", *own)
         console.print(table)
-    critical, optimal = (" to ".join(map(format_si, found[f"{kind}_batch_tokens"])) for kind in ("critical", "optimal"))
+    critical, optimal = (
+        " to ".join(map(format_si, found[f"{kind}_batch_tokens"]))
+        for kind in ("critical", "optimal")
+    )
     console.print(f"{critical} for {ADVISED} more tokens; optimal {optimal}")
     for note in found["notes"]:
         console.print(f"- {note}")
@@ -231,14 +385,22 @@ def print_timetable(table: Timetable, console: Console) -> None:
             start = int(operation.start / table.tick)
             stop = int(operation.end / table.tick)
             style = _KIND_STYLES[operation.kind]
-            cells[start:stop] = [(operation_label(operation, table.num_repeats), style)] + [("==", style)] * (stop - start - 1)
+            cells[start:stop] = [
+                (operation_label(operation, table.num_repeats), style)
+            ] + [("==", style)] * (stop - start - 1)
         rows.append(cells)
     width = max((len(text) for row in rows for text, _ in row), default=0) + 1
     head = len(f"stage {table.num_stages - 1} ")
     per_block = max((console.width - head) // width, 1)
     for start in range(0, table.num_ticks if rows else 0, per_block):
         stop = min(start + per_block, table.num_ticks)
-        console.print(Text(" " * head + "".join(f"{tick:<{width}}" for tick in range(start, stop)).rstrip(), style="dim"))
+        console.print(
+            Text(
+                " " * head
+                + "".join(f"{tick:<{width}}" for tick in range(start, stop)).rstrip(),
+                style="dim",
+            )
+        )
         for stage, row in enumerate(rows):
             line = Text(f"stage {stage} ".rjust(head))
             for text, style in row[start:stop]:
@@ -247,11 +409,19 @@ def print_timetable(table: Timetable, console: Console) -> None:
             console.print(line)
         console.print()
     if rows:
-        names = "I input gradient, W weight gradient" if table.schedule == "zb-h1" else "B backward"
+        names = (
+            "I input gradient, W weight gradient"
+            if table.schedule == "zb-h1"
+            else "B backward"
+        )
         letter = ", the letter the repeat" if table.num_repeats > 1 else ""
-        console.print(f"F forward, {names}, == continued\nthe number is the microbatch{letter}")
+        console.print(
+            f"F forward, {names}, == continued\nthe number is the microbatch{letter}"
+        )
     else:
-        console.print(f"{table.num_ticks:,} ticks are too many to draw; the most is {MAX_TICKS:,}")
+        console.print(
+            f"{table.num_ticks:,} ticks are too many to draw; the most is {MAX_TICKS:,}"
+        )
     peaks = ", ".join(f"{float(peak):g}" for peak in table.peak_live_microbatches)
     facts = {
         "schedule": table.schedule,
@@ -269,13 +439,23 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
 
     default = yaml_value(explained["default"])
     if explained["value_in_file"] != explained["default"]:
-        default += f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
+        default += (
+            f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
+        )
     behavior = explained["maxtext_default"]
     maxtext = f"{explained['maxtext_name']}, default {behavior}"
     if explained["maxtext_name"] is None:
         maxtext = "has no such key" + (f"; it does {behavior}" if behavior else "")
-    facts = {explained["key"]: explained["meaning"], "legal": explained["legal"], "unit": explained["unit"]}
-    facts |= {"default": default, "MaxText": maxtext, "file": f"{explained['file']}, section {explained['section']}"}
+    facts = {
+        explained["key"]: explained["meaning"],
+        "legal": explained["legal"],
+        "unit": explained["unit"],
+    }
+    facts |= {
+        "default": default,
+        "MaxText": maxtext,
+        "file": f"{explained['file']}, section {explained['section']}",
+    }
     facts["interacts with"] = ", ".join(explained["interacts"])
     print_facts({name: value for name, value in facts.items() if value}, console)
 
@@ -297,7 +477,11 @@ def print_fix(fix: Fix, console: Console) -> None:
 
 def split_columns(pipeline: bool) -> dict[str, str]:
     """Return the columns of how a batch is split, without that of the pipeline if there is none."""
-    return {name: title for name, title in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
+    return {
+        name: title
+        for name, title in SPLIT.items()
+        if pipeline or name != "num_pipeline_microbatches"
+    }
 
 
 def _print_phases(
@@ -310,28 +494,47 @@ def _print_phases(
     dim: Collection[int] = (),
 ) -> None:
     """Print phases in the tables of the first layout that is narrow enough, or of the last; `cell` gives a column's text."""
-    hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
+    hidden = (
+        range(0)
+        if most is None or number <= most
+        else range(most // 2, number - most // 2)
+    )
     for layout in layouts:
-        tables = [make_table(console, ["phase", *columns.values()]) for columns in layout]
+        tables = [
+            make_table(console, ["phase", *columns.values()]) for columns in layout
+        ]
         for columns, table in zip(layout, tables, strict=True):
             if table.columns[-1].header == "":  # bars or marks
                 table.columns[-1].justify = "left"
             for index in range(number):
                 if index not in hidden:
-                    name, style = (f"({index})", "dim") if index in dim else (str(index), None)
-                    table.add_row(name, *(cell(index, column) for column in columns), style=style)
+                    name, style = (
+                        (f"({index})", "dim") if index in dim else (str(index), None)
+                    )
+                    table.add_row(
+                        name, *(cell(index, column) for column in columns), style=style
+                    )
                 elif index == hidden.start:
-                    table.add_row(*["..."] * sum(column.header != "" for column in table.columns))
+                    table.add_row(
+                        *["..."] * sum(column.header != "" for column in table.columns)
+                    )
             if hidden:
                 table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
                 table.caption_justify = "left"
-        widths = [Measurement.get(console, console.options.update(max_width=1000), table).maximum for table in tables]
+        widths = [
+            Measurement.get(
+                console, console.options.update(max_width=1000), table
+            ).maximum
+            for table in tables
+        ]
         if max(widths) <= console.width:
             break
     console.print(*tables)
 
 
-def phase_cell(row: Mapping[str, object] | None, name: str, *, rest: str = "rest") -> str:
+def phase_cell(
+    row: Mapping[str, object] | None, name: str, *, rest: str = "rest"
+) -> str:
     """Return a size in a row as text. `row` is None for a phase that a plan does not have; `rest` is `describe.last_steps`."""
     if row is None:
         return "-"
@@ -348,65 +551,129 @@ def _format_setting(value: object) -> str:
 
 def operation_label(operation: Operation, num_repeats: int) -> str:
     """Return an operation's label in a picture: kind, microbatch and, with repeats, a letter for the repeat."""
-    letter = "abcdefghijklmnopqrstuvwxyz"[operation.repeat % 26] if num_repeats > 1 else ""
+    letter = (
+        "abcdefghijklmnopqrstuvwxyz"[operation.repeat % 26] if num_repeats > 1 else ""
+    )
     return f"{operation.kind}{operation.microbatch}{letter}"
 
 
-def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()) -> None:
+def print_rollout(
+    schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()
+) -> None:
     """Print the sizes of every stage of a batch that grows, and a step of reinforcement learning of the last one."""
     plan, stages = schedule.stages[-1][1], schedule.stage_rows()
     sizes = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = {plan.samples_per_step:,} samples"
     steps = format_count(plan.num_steps, "step")
     total = format_count(schedule.optimizer_steps("policy"), "optimizer step")
     if len(stages) > 1:
-        titles = ("from\nstep", "steps", "prompts", "responses\neach", "samples", "samples per\nmini batch", "optimizer\nsteps")
-        names = ("start_step", "num_steps", "prompts_per_step", "samples_per_prompt", "samples_per_step")
+        titles = (
+            "from\nstep",
+            "steps",
+            "prompts",
+            "responses\neach",
+            "samples",
+            "samples per\nmini batch",
+            "optimizer\nsteps",
+        )
+        names = (
+            "start_step",
+            "num_steps",
+            "prompts_per_step",
+            "samples_per_prompt",
+            "samples_per_step",
+        )
         names += ("mini_batch_samples", "optimizer_steps")
         console.print(f"{steps} of a batch that grows; {total} of the policy")
-        console.print(make_table(console, titles, [[phase_cell(row, name) for name in names] for row in stages]))
+        console.print(
+            make_table(
+                console,
+                titles,
+                [[phase_cell(row, name) for name in names] for row in stages],
+            )
+        )
         console.print(f"in the last stage, a step of {sizes}:")
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
-    console.print("a step, from top to bottom; each line is done as often within the one above it:")
-    table = make_table(console, ["one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how"], left=1)
-    depths = {"prompts": 0, "responses": 1, "mini batches": 1, "microbatches": 2, "optimizer step": 2}
+    console.print(
+        "a step, from top to bottom; each line is done as often within the one above it:"
+    )
+    table = make_table(
+        console,
+        ["one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how"],
+        left=1,
+    )
+    depths = {
+        "prompts": 0,
+        "responses": 1,
+        "mini batches": 1,
+        "microbatches": 2,
+        "optimizer step": 2,
+    }
     table.collapse_padding = console.is_terminal
     for row in plan.timetable():
         *model, what = row["what"].split(": ")
         if model and what == "mini batches":
             table.add_row(f"  {model[0]}", *[""] * 5)
         name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
-        table.add_row(name, *(phase_cell(row, key) for key in ("number", "prompts", "samples", "tokens")), row["how"])
+        table.add_row(
+            name,
+            *(
+                phase_cell(row, key)
+                for key in ("number", "prompts", "samples", "tokens")
+            ),
+            row["how"],
+        )
     table.add_row("-> weights to the generator", *[""] * 5)
     console.print(table)
     if plan.eval_prompts:
-        console.print(f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples")
+        console.print(
+            f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples"
+        )
     if lag := plan.policy_updates.optimizer_steps - 1:
-        console.print(f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older")
+        console.print(
+            f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
+        )
     else:
-        console.print("on-policy: each sample is trained on by the weights that generated it")
-    for model, rows in {each.model: each.padded_samples for each in plan.order if each.padded_samples}.items():
-        console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})")
+        console.print(
+            "on-policy: each sample is trained on by the weights that generated it"
+        )
+    for model, rows in {
+        each.model: each.padded_samples for each in plan.order if each.padded_samples
+    }.items():
+        console.print(
+            f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})"
+        )
     if stored := plan.to_dict()["experience"]:
-        step, replica = (format_bytes(stored[f"bytes_per_{what}"]) for what in ("step", "replica"))
+        step, replica = (
+            format_bytes(stored[f"bytes_per_{what}"]) for what in ("step", "replica")
+        )
         per_sample = f"{stored['bytes_per_sample']:,} bytes per sample at full length"
-        console.print(f"stored experience: {per_sample}, {step} per step, {replica} per replica")
+        console.print(
+            f"stored experience: {per_sample}, {step} per step, {replica} per replica"
+        )
     print_notes(notes, console)
 
 
 def print_suggestion(suggestion: Suggestion, console: Console) -> None:
     """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
-    console.print(f"{suggestion.params:,} parameters, {suggestion.system}: a starting point")
+    console.print(
+        f"{suggestion.params:,} parameters, {suggestion.system}: a starting point"
+    )
     if suggestion.published is not None:
         columns = {f"published for {suggestion.published_for}": suggestion.published}
         if suggestion.repository is not None:
             columns["the repository uses"] = suggestion.repository
-        rows = [(name, *(phase_cell(sizes, name) for sizes in columns.values())) for name in suggestion.published]
+        rows = [
+            (name, *(phase_cell(sizes, name) for sizes in columns.values()))
+            for name in suggestion.published
+        ]
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
         state = f"{memory['state_gib']:,.1f} GiB, at least {format_count(memory['least_devices'], 'device')}"
         free = f"{memory['free_gib_per_device']:,.1f} GiB on each for activations and generation"
-        console.print(f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves {free}")
+        console.print(
+            f"training state: {state} of {memory['device_gib']:,g} GiB, which leaves {free}"
+        )
     for note in suggestion.notes:
         console.print(f"- {note}")

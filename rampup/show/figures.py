@@ -23,7 +23,9 @@ from rampup.show.format import format_si
 from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points
 
 Phase = Mapping[str, Any]  # of `drawn_phases`
-Rates = Mapping[Clock, Callable[[int], float]]  # from a clock to the learning rate of an optimizer step on it
+Rates = Mapping[
+    Clock, Callable[[int], float]
+]  # from a clock to the learning rate of an optimizer step on it
 
 # Dark to light, and dashed: the lines can be told apart in black and white.
 LINES = (
@@ -50,9 +52,18 @@ OPERATIONS = {
 }
 # In a page, each colour becomes a CSS variable, so that the page's theme applies to its pictures.
 _VARIABLES = {f"s{number}": str(line["color"]) for number, line in enumerate(LINES)}
-_VARIABLES |= {"ink": INK, "dim": DIM, "rule": RULE, "band": SHADE, "box": PAPER, "w": BAR}
+_VARIABLES |= {
+    "ink": INK,
+    "dim": DIM,
+    "rule": RULE,
+    "band": SHADE,
+    "box": PAPER,
+    "w": BAR,
+}
 for _kind in "FB":
-    _, _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
+    _, _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[
+        _kind
+    ]
 CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
 # Below these widths: one column of panels, and the smaller letters of a column of a paper.
@@ -75,10 +86,14 @@ def import_matplotlib(name: str) -> Any:
         importlib.import_module("matplotlib")
         return importlib.import_module(f"matplotlib.{name}")
     except ImportError as error:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'rampup[plot]'") from error
+        raise MissingDependencyError(
+            "drawing needs matplotlib: pip install 'rampup[plot]'"
+        ) from error
 
 
-def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
+def draw_batch(
+    plan: RampPlan, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH
+) -> Any:
     """Draw the global batch over samples and over steps, and the passes and pipeline bubble of every phase.
 
     The suffix of `path` is the format (.png, .svg, .pdf); None only returns the figure. Below a `width` of 7 inches, all
@@ -102,11 +117,23 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
     _panel_batch(over_steps, phases, "steps", total=plan.total_steps)
     _panel_bars(bars[0], phases, "accumulation_steps", "{:,}", title="passes per step")
     if pipeline:
-        _panel_bars(bars[1], phases, "bubble_fraction", "{:.2f}", title="pipeline bubble, idle share")
+        _panel_bars(
+            bars[1],
+            phases,
+            "bubble_fraction",
+            "{:.2f}",
+            title="pipeline bubble, idle share",
+        )
     return save(figure, path)
 
 
-def draw_rate(plan: RampPlan, rates: Rates, path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
+def draw_rate(
+    plan: RampPlan,
+    rates: Rates,
+    path: str | Path | None = None,
+    *,
+    width: float = DEFAULT_WIDTH,
+) -> Any:
     """Draw the learning rate over samples and over steps, with its schedule on each clock.
 
     `rates` gives, for each clock, the learning rate of an optimizer step. For the rest see `draw_batch`.
@@ -116,17 +143,31 @@ def draw_rate(plan: RampPlan, rates: Rates, path: str | Path | None = None, *, w
     panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
     for axes, unit in zip(panels, ("samples", "steps"), strict=True):
         _panel_rate(axes, plan, rates, unit)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 if narrow else 2, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=1 if narrow else 2,
+        frameon=False,
+    )
     return save(figure, path)
 
 
-def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
+def draw_runs(
+    runs: Sequence[RunMetrics],
+    path: str | Path | None = None,
+    *,
+    width: float = DEFAULT_WIDTH,
+) -> Any:
     """Draw loss, batch size and tokens per second of up to 12 runs, a line each, over the samples that they consumed.
 
     For `path`, `width` and what is raised see `draw_batch`.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
-        raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
+        raise ConfigError(
+            f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}",
+            key="run",
+            nearest=(1, MAX_RUNS),
+        )
     figure = new_figure(width, 7.5)
     loss, size, speed = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 3))
     _panel_loss(loss, runs)
@@ -136,12 +177,18 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
         axes.set_xlabel("")
     speed.set_xlim(left=0)
     figure.align_ylabels()
-    figure.legend(loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False)
+    figure.legend(
+        loc="outside upper left", ncols=1 if width < NARROW else 3, frameon=False
+    )
     return save(figure, path)
 
 
 def draw_memory(
-    rows: Iterable[tuple[int, int | None]], path: str | Path | None = None, *, limit_bytes: int | None = None, width: float = 6
+    rows: Iterable[tuple[int, int | None]],
+    path: str | Path | None = None,
+    *,
+    limit_bytes: int | None = None,
+    width: float = 6,
 ) -> Any:
     """Draw the memory of a step by the size of its microbatch.
 
@@ -151,12 +198,21 @@ def draw_memory(
     """
     pairs = sorted((size, number) for size, number in rows if number is not None)
     if limit_bytes is not None:
-        pairs = [pair for pair in pairs if pair[1] <= FAR_ABOVE * limit_bytes or pair == pairs[0]]
+        pairs = [
+            pair
+            for pair in pairs
+            if pair[1] <= FAR_ABOVE * limit_bytes or pair == pairs[0]
+        ]
     if not pairs:
-        raise ConfigError("there is no microbatch size to draw the memory of", key="microbatch_size")
+        raise ConfigError(
+            "there is no microbatch size to draw the memory of", key="microbatch_size"
+        )
     for size, number in pairs:
         if size < 1 or number < 0:
-            raise ConfigError(f"microbatch_size={size} with {number} bytes cannot be drawn", key="microbatch_size")
+            raise ConfigError(
+                f"microbatch_size={size} with {number} bytes cannot be drawn",
+                key="microbatch_size",
+            )
     figure = new_figure(width, 3.6)
     axes = figure.subplots()
     most = max([number for _, number in pairs] + [limit_bytes or 0])
@@ -164,7 +220,12 @@ def draw_memory(
     prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
-        look = {"color": OVER if over else BAR, "edgecolor": INK, "linewidth": 0.6, "hatch": "///" * over}
+        look = {
+            "color": OVER if over else BAR,
+            "edgecolor": INK,
+            "linewidth": 0.6,
+            "hatch": "///" * over,
+        }
         box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
         bar = axes.bar(place, number / unit, width=0.7, **look)
         axes.bar_label(bar, [f"{number / unit:.3g}"], padding=3, fontsize=8, bbox=box)
@@ -173,13 +234,21 @@ def draw_memory(
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, color=INK, linestyle="--", linewidth=1.2)
         fitting = [size for size, number in pairs if number <= limit_bytes]
-        found = f"the largest that fits: {max(fitting):,}" if fitting else "none of these fits"
+        found = (
+            f"the largest that fits: {max(fitting):,}"
+            if fitting
+            else "none of these fits"
+        )
         usable = math.floor(100 * limit_bytes / unit) / 100
-        axes.set_title(f"usable: {usable:g} {name} (dashed)\n{found}", loc="left", fontsize=10)
+        axes.set_title(
+            f"usable: {usable:g} {name} (dashed)\n{found}", loc="left", fontsize=10
+        )
     return save(figure, path)
 
 
-def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: float | None = None) -> Any:
+def draw_timetable(
+    table: Timetable, path: str | Path | None = None, *, width: float | None = None
+) -> Any:
     """Draw a pipeline timetable: a row per stage, a bar per operation; by default as wide as its texts need.
 
     For `path`, `width` and what is raised see `draw_batch`. A timetable that is too large to be read is refused, too.
@@ -202,16 +271,44 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
         _, face, ink, hatch = OPERATIONS[operation.kind]
         start = float(operation.start)
         length = float(operation.end - operation.start)
-        bar = rectangle((start, operation.stage - 0.45), length, 0.9, facecolor=face, hatch=hatch, edgecolor=INK, linewidth=0.5)
+        bar = rectangle(
+            (start, operation.stage - 0.45),
+            length,
+            0.9,
+            facecolor=face,
+            hatch=hatch,
+            edgecolor=INK,
+            linewidth=0.5,
+        )
         axes.add_patch(bar)
         text = operation_label(operation, table.num_repeats)[1:]
         if length * per_unit >= 0.075 * len(text):
-            behind = {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
-            axes.text(start + length / 2, operation.stage, text, ha="center", va="center", fontsize=7, color=ink, bbox=behind)
+            behind = (
+                {"facecolor": face, "edgecolor": "none", "pad": 0.8} if hatch else None
+            )
+            axes.text(
+                start + length / 2,
+                operation.stage,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink,
+                bbox=behind,
+            )
     kinds = {operation.kind for operation in table.operations}
-    looks = {name: (face, hatch) for kind, (name, face, _, hatch) in OPERATIONS.items() if kind in kinds}
-    handles = [rectangle((0, 0), 1, 1, facecolor=face, hatch=hatch, edgecolor=INK) for face, hatch in looks.values()]
-    figure.legend(handles, list(looks), loc="outside lower left", ncols=len(kinds), frameon=False)
+    looks = {
+        name: (face, hatch)
+        for kind, (name, face, _, hatch) in OPERATIONS.items()
+        if kind in kinds
+    }
+    handles = [
+        rectangle((0, 0), 1, 1, facecolor=face, hatch=hatch, edgecolor=INK)
+        for face, hatch in looks.values()
+    ]
+    figure.legend(
+        handles, list(looks), loc="outside lower left", ncols=len(kinds), frameon=False
+    )
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
     title = f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}: {float(table.bubble_fraction):.1%} idle"
     axes.set_title(title, loc="left", fontsize=10)
@@ -222,38 +319,67 @@ def plan_panels(plan: RampPlan) -> dict[str, Any]:
     """Return the parts of `draw_batch` as a small figure each, by title."""
     phases = drawn_phases(plan)
     totals = {"samples": plan.consumed_samples, "steps": plan.total_steps}
-    panels = {f"Global batch over {unit}": _panel(_panel_batch, phases, unit, total=total) for unit, total in totals.items()}
-    panels["Passes per step"] = _panel(_panel_bars, phases, "accumulation_steps", "{:,}")
+    panels = {
+        f"Global batch over {unit}": _panel(_panel_batch, phases, unit, total=total)
+        for unit, total in totals.items()
+    }
+    panels["Passes per step"] = _panel(
+        _panel_bars, phases, "accumulation_steps", "{:,}"
+    )
     if plan.splitter.num_stages > 1:
-        panels["Pipeline bubble, idle share"] = _panel(_panel_bars, phases, "bubble_fraction", "{:.2f}")
+        panels["Pipeline bubble, idle share"] = _panel(
+            _panel_bars, phases, "bubble_fraction", "{:.2f}"
+        )
     return panels
 
 
 def rate_panels(plan: RampPlan, rates: Rates) -> dict[str, Any]:
     """Return the parts of `draw_rate` as a small figure each, by title."""
-    panels = {f"Learning rate over {unit}": _panel(_panel_rate, plan, rates, unit) for unit in ("samples", "steps")}
+    panels = {
+        f"Learning rate over {unit}": _panel(_panel_rate, plan, rates, unit)
+        for unit in ("samples", "steps")
+    }
     for figure in panels.values():
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=1, frameon=False)
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(),
+            loc="outside upper left",
+            ncols=1,
+            frameon=False,
+        )
     return panels
 
 
 def run_panels(run: RunMetrics) -> dict[str, Any]:
     """Return the parts of `draw_runs` as a small figure each, by title."""
-    draws = {run.quantity.capitalize(): _panel_loss, "Throughput": _panel_speed, "Batch of the run": _panel_sizes}
+    draws = {
+        run.quantity.capitalize(): _panel_loss,
+        "Throughput": _panel_speed,
+        "Batch of the run": _panel_sizes,
+    }
     panels = {title: _panel(draw, [run]) for title, draw in draws.items()}
     loss, _, sizes = (figure.axes[0] for figure in panels.values())
     if len(loss.lines) > 1:
         loss.legend(loss.lines, ["training", "evaluation"], frameon=False)
     handles, labels = sizes.get_legend_handles_labels()
     if labels:
-        sizes.legend(handles, [label.removeprefix(f"{run.name}: ") for label in labels], frameon=False, fontsize=8)
-    return panels | {title: _panel(_panel_curve, run, title, values) for title, values in run.curves.items()}
+        sizes.legend(
+            handles,
+            [label.removeprefix(f"{run.name}: ") for label in labels],
+            frameon=False,
+            fontsize=8,
+        )
+    return panels | {
+        title: _panel(_panel_curve, run, title, values)
+        for title, values in run.curves.items()
+    }
 
 
 def svg_element(figure: Any, *, title: str, prefix: str) -> str:
     """Return a figure as SVG for an HTML page: text stays text, colours are CSS variables, and `prefix` makes ids unique."""
     buffer = io.StringIO()
-    with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
+    with importlib.import_module("matplotlib").rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": prefix}
+    ):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     root = ElementTree.fromstring(buffer.getvalue())
     for parent in list(root.iter()):
@@ -263,15 +389,23 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> str:
     for element in root.iter():
         # HTML knows SVG's elements without their namespace.
         element.tag = element.tag.rpartition("}")[2]
-        attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        attributes = {
+            name.rpartition("}")[2]: value for name, value in element.attrib.items()
+        }
         element.attrib.clear()
         name = attributes.pop("id", "")
         if name and element.tag != "g":
             element.set("id", prefix + name)
         for attribute, value in attributes.items():
             value = re.sub(r"url\(#", f"url(#{prefix}", value)
-            value = re.sub(r"#[0-9a-f]{6}\b", lambda match: CSS_COLORS.get(match[0], match[0]), value)
-            element.set(attribute, f"#{prefix}{value[1:]}" if attribute == "href" else value)
+            value = re.sub(
+                r"#[0-9a-f]{6}\b",
+                lambda match: CSS_COLORS.get(match[0], match[0]),
+                value,
+            )
+            element.set(
+                attribute, f"#{prefix}{value[1:]}" if attribute == "href" else value
+            )
     root.attrib |= {"role": "img", "aria-label": title}
     root.attrib.pop("version", None)
     return ElementTree.tostring(root, encoding="unicode", method="html")
@@ -281,8 +415,12 @@ def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a width and height in inches."""
     if not MIN_WIDTH <= width <= MAX_WIDTH:
         rule = f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}"
-        raise ConfigError(rule, key="width", nearest=(MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH,))
-    return import_matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
+        raise ConfigError(
+            rule, key="width", nearest=(MIN_WIDTH if width < MIN_WIDTH else MAX_WIDTH,)
+        )
+    return import_matplotlib("figure").Figure(
+        figsize=(width, height), layout="constrained"
+    )
 
 
 def _panel(draw: Callable[..., None], *args: Any, **options: Any) -> Any:
@@ -298,13 +436,17 @@ def save(figure: Any, path: str | Path | None) -> Any:
         for text in figure.findobj(import_matplotlib("text").Text):
             text.set_fontsize(COLUMN_LETTERS * text.get_fontsize())
         for axes in figure.axes:
-            axes.tick_params(labelsize=COLUMN_LETTERS * TICK_LETTERS)  # of the ticks to come
+            axes.tick_params(
+                labelsize=COLUMN_LETTERS * TICK_LETTERS
+            )  # of the ticks to come
     if path is None:
         return figure
     check_format(path)
     try:
         # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has outlines of its letters.
-        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+        with importlib.import_module("matplotlib").rc_context(
+            {"pdf.fonttype": 42, "svg.fonttype": "none"}
+        ):
             figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}", key="output") from error
@@ -314,7 +456,11 @@ def save(figure: Any, path: str | Path | None) -> Any:
 def check_format(path: str | Path) -> None:
     """Refuse a file whose suffix is not that of a picture."""
     if Path(path).suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
+        raise ConfigError(
+            f"cannot write {path}: it must end in {', '.join(FORMATS)}",
+            key="output",
+            nearest=FORMATS,
+        )
 
 
 def line_style(number: int) -> dict[str, Any]:
@@ -322,13 +468,27 @@ def line_style(number: int) -> dict[str, Any]:
     return {name: LINES[number % len(LINES)][name] for name in ("color", "linestyle")}
 
 
-def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = True, integers: bool = False) -> None:
+def prepare(
+    axes: Any,
+    *,
+    x: str,
+    y: str,
+    title: str = "",
+    from_zero: bool = True,
+    integers: bool = False,
+) -> None:
     """Label the axes, write large numbers as 1.5M, and draw a light grid behind."""
     ticker = import_matplotlib("ticker")
     for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_label_text(label, color=INK)
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, place: format_si(value)))
-        axis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=integers and axis is axes.yaxis))
+        axis.set_major_formatter(
+            ticker.FuncFormatter(lambda value, place: format_si(value))
+        )
+        axis.set_major_locator(
+            ticker.MaxNLocator(
+                nbins=6, steps=[1, 2, 5, 10], integer=integers and axis is axes.yaxis
+            )
+        )
     axes.tick_params(color=DIM, labelcolor=DIM, labelsize=TICK_LETTERS)
     axes.grid(visible=True, axis="y", color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -340,7 +500,9 @@ def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = Tru
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
 
 
-def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[int]) -> None:
+def _shade(
+    axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[int]
+) -> None:
     """Shade every other phase, and number those that are wide enough. The limits of x must be set."""
     if not 1 < len(edges) <= MAX_BANDS:
         return
@@ -351,8 +513,20 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
         middle = (start + min(end, high)) / 2
         wide = (min(end, high) - start) / (high - low)
         if wide >= 0.035 and low <= middle <= high:
-            offset = {"xycoords": ("data", "axes fraction"), "xytext": (0, -2), "textcoords": "offset points"}
-            axes.annotate(str(number), (middle, 1), ha="center", va="top", fontsize=8, color=DIM, **offset)
+            offset = {
+                "xycoords": ("data", "axes fraction"),
+                "xytext": (0, -2),
+                "textcoords": "offset points",
+            }
+            axes.annotate(
+                str(number),
+                (middle, 1),
+                ha="center",
+                va="top",
+                fontsize=8,
+                color=DIM,
+                **offset,
+            )
 
 
 def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
@@ -361,27 +535,57 @@ def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -
     sizes = [phase["global_batch_size"] for phase in phases]
     edges = [(phase[f"start_{one}"], phase[f"end_{one}"]) for phase in phases]
     end = edges[-1][1]
-    axes.stairs(sizes, [*(first for first, _ in edges), end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
+    axes.stairs(
+        sizes,
+        [*(first for first, _ in edges), end],
+        baseline=None,
+        color=LINES[0]["color"],
+        linewidth=2.0,
+    )
     more = f"; the run continues to {total:,}" if total > end else ""
     prepare(axes, x=UNIT_LABELS[unit] + more, y="samples per step", integers=True)
     axes.set(xlim=(0, end), ylim=(0, max(sizes) * 1.18))
     _shade(axes, edges, [phase["phase"] for phase in phases])
     if total < end:
         axes.axvline(total, color=INK, linestyle=":", linewidth=1.2)
-        axes.annotate("the run ends", (total, max(sizes) / 2), rotation=90, ha="right", va="center", fontsize=8, color=INK)
+        axes.annotate(
+            "the run ends",
+            (total, max(sizes) / 2),
+            rotation=90,
+            ha="right",
+            va="center",
+            fontsize=8,
+            color=INK,
+        )
 
 
-def _panel_bars(axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str = "") -> None:
+def _panel_bars(
+    axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str = ""
+) -> None:
     """Draw one bar per phase, or a filled staircase if there are many."""
     numbers = [phase["phase"] for phase in phases]
     values = [phase[name] for phase in phases]
-    prepare(axes, x="phase", y="", title=title, integers=all(isinstance(value, int) for value in values))
+    prepare(
+        axes,
+        x="phase",
+        y="",
+        title=title,
+        integers=all(isinstance(value, int) for value in values),
+    )
     if len(phases) > 3 * MAX_WRITTEN:
         axes.stairs(values, [*numbers, numbers[-1] + 1], fill=True, color=BAR)
     else:
-        bars = axes.bar(numbers, values, width=0.8, color=BAR, edgecolor=INK, linewidth=0.6)
+        bars = axes.bar(
+            numbers, values, width=0.8, color=BAR, edgecolor=INK, linewidth=0.6
+        )
         if len(phases) <= MAX_WRITTEN:
-            axes.bar_label(bars, [form.format(value) for value in values], padding=2, fontsize=8, color=INK)
+            axes.bar_label(
+                bars,
+                [form.format(value) for value in values],
+                padding=2,
+                fontsize=8,
+                color=INK,
+            )
         if len(phases) <= 2 * MAX_WRITTEN:
             axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set_ylim(0, max(values) * 1.15 or 1)
@@ -394,34 +598,70 @@ def _panel_rate(axes: Any, plan: RampPlan, rates: Rates, unit: str) -> None:
         used = clock == plan.learning_rate_clock
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
         steps, before, ys = zip(*rate_points(plan, rate), strict=True)
-        axes.plot(before if samples else steps, ys, label=label, linewidth=2.0 if used else 1.3, **line_style(number))
+        axes.plot(
+            before if samples else steps,
+            ys,
+            label=label,
+            linewidth=2.0 if used else 1.3,
+            **line_style(number),
+        )
     prepare(axes, x=UNIT_LABELS[unit], y="learning rate")
     end = plan.consumed_samples if samples else plan.total_steps
     axes.set_xlim(0, end)
-    starts = [phase.start_sample if samples else phase.start_step for phase in plan.ramp.phases]
-    edges = [edge for edge in zip(starts, [*starts[1:], end], strict=True) if edge[0] < end]
+    starts = [
+        phase.start_sample if samples else phase.start_step
+        for phase in plan.ramp.phases
+    ]
+    edges = [
+        edge for edge in zip(starts, [*starts[1:], end], strict=True) if edge[0] < end
+    ]
     _shade(axes, edges, range(len(edges)))
 
 
 def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
-        samples = _plot_means(axes, run, run.losses, number, label=run.name, linewidth=1.3)
+        samples = _plot_means(
+            axes, run, run.losses, number, label=run.name, linewidth=1.3
+        )
         if run.eval_samples:
-            style = LINES[number % len(LINES)] | {"linestyle": "", "markerfacecolor": PAPER}
-            axes.plot(run.eval_samples, run.eval_losses, label=f"{run.name}: evaluation", **style)
-    prepare(axes, x=samples, y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
+            style = LINES[number % len(LINES)] | {
+                "linestyle": "",
+                "markerfacecolor": PAPER,
+            }
+            axes.plot(
+                run.eval_samples,
+                run.eval_losses,
+                label=f"{run.name}: evaluation",
+                **style,
+            )
+    prepare(
+        axes,
+        x=samples,
+        y=" or ".join(sorted({run.quantity for run in runs})),
+        from_zero=False,
+    )
 
 
 def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
         edges = [run.samples[0] - run.sizes[0], *run.samples]
-        axes.stairs(run.sizes, edges, baseline=None, linewidth=1.6, **line_style(number))
+        axes.stairs(
+            run.sizes, edges, baseline=None, linewidth=1.6, **line_style(number)
+        )
         if run.noise_scales:
             # Where there is no estimate, the dotted line of the lower end says "at least".
             style = {"color": line_style(number)["color"], "alpha": 0.7}
-            for values, line, width in ((run.noise_scales, "--", 1.1), (run.noise_lows, ":", 0.9), (run.noise_highs, ":", 0.9)):
+            for values, line, width in (
+                (run.noise_scales, "--", 1.1),
+                (run.noise_lows, ":", 0.9),
+                (run.noise_highs, ":", 0.9),
+            ):
                 xs, ys, _ = mean_of_neighbours(run.samples, values)
-                name = f"{run.name}: noise scale, 90% interval dotted" if line == "--" else None
+                name = (
+                    f"{run.name}: noise scale, 90% interval dotted"
+                    if line == "--"
+                    else None
+                )
                 axes.plot(xs, ys, linestyle=line, linewidth=width, label=name, **style)
     prepare(axes, x="samples consumed", y="samples per step", integers=True)
 
@@ -431,17 +671,25 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
         samples = _plot_means(axes, run, run.tokens_per_second, number, linewidth=1.1)
     prepare(axes, x=samples, y="tokens per second")
     # A step that was not waited for, or whose clock stood still, would make the others too flat to read.
-    rates = sorted(rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate))
+    rates = sorted(
+        rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate)
+    )
     if rates and rates[-1] > (most := FAR_ABOVE * rates[len(rates) * 9 // 10]):
         axes.set_ylim(top=most)
-        axes.set_title(f"above: up to {format_si(rates[-1])}", loc="right", fontsize=8, color=DIM)
+        axes.set_title(
+            f"above: up to {format_si(rates[-1])}", loc="right", fontsize=8, color=DIM
+        )
 
 
-def _panel_curve(axes: Any, run: RunMetrics, title: str, values: Sequence[float]) -> None:
+def _panel_curve(
+    axes: Any, run: RunMetrics, title: str, values: Sequence[float]
+) -> None:
     prepare(axes, x=_plot_means(axes, run, values, 0, linewidth=1.3), y=title.lower())
 
 
-def _plot_means(axes: Any, run: RunMetrics, values: Sequence[float], number: int, **options: Any) -> str:
+def _plot_means(
+    axes: Any, run: RunMetrics, values: Sequence[float], number: int, **options: Any
+) -> str:
     """Draw what each step of a run has, or the means of neighbours if they are many. Return the label of the axis."""
     xs, ys, means = mean_of_neighbours(run.samples, values)
     axes.plot(xs, ys, **options, **line_style(number))

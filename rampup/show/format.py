@@ -16,7 +16,11 @@ def format_value(value: object) -> str:
     """
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 def format_si(value: float) -> str:
@@ -56,5 +60,9 @@ def format_count(number: int, noun: str) -> str:
 
 def describe_split(split: BatchSplit) -> str:
     """Return how a batch is split, in words, such as '4 replicas * 6 microbatches * 2 samples'."""
-    counts = {"replica": split.data_parallel_size, "microbatch": split.num_microbatches, "sample": split.microbatch_size}
+    counts = {
+        "replica": split.data_parallel_size,
+        "microbatch": split.num_microbatches,
+        "sample": split.microbatch_size,
+    }
     return " * ".join(format_count(number, noun) for noun, number in counts.items())

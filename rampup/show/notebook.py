@@ -34,24 +34,44 @@ def html_table(
     """Return an HTML table of rows with the same keys. Of more than `max_rows`, the middle ones are left out and counted."""
     if not rows:
         return ""
-    styles = {name: _TEXT if isinstance(value, str) else _NUMBER for name, value in rows[0].items()}
-    head = "".join(f'<th scope="col" style="{style}">{html.escape(name)}</th>' for name, style in styles.items())
+    styles = {
+        name: _TEXT if isinstance(value, str) else _NUMBER
+        for name, value in rows[0].items()
+    }
+    head = "".join(
+        f'<th scope="col" style="{style}">{html.escape(name)}</th>'
+        for name, style in styles.items()
+    )
     hidden = max(len(rows) - max_rows, 0)
     lines = []
     for number, row in enumerate(rows):
         if hidden and number == max_rows // 2:
-            lines.append(f'<tr><td colspan="{len(row)}" style="{_TEXT}">{hidden:,} more rows</td></tr>')
+            lines.append(
+                f'<tr><td colspan="{len(row)}" style="{_TEXT}">{hidden:,} more rows</td></tr>'
+            )
         if hidden and max_rows // 2 <= number < len(rows) - max_rows // 2:
             continue
-        cells = "".join(_cell(value, style) for value, style in zip(row.values(), styles.values(), strict=True))
-        lines.append(f'<tr class="{row_classes[number]}">{cells}</tr>' if number in row_classes else f"<tr>{cells}</tr>")
-    title = f'<caption style="{_TEXT}">{html.escape(caption)}</caption>' if caption else ""
+        cells = "".join(
+            _cell(value, style)
+            for value, style in zip(row.values(), styles.values(), strict=True)
+        )
+        lines.append(
+            f'<tr class="{row_classes[number]}">{cells}</tr>'
+            if number in row_classes
+            else f"<tr>{cells}</tr>"
+        )
+    title = (
+        f'<caption style="{_TEXT}">{html.escape(caption)}</caption>' if caption else ""
+    )
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def html_facts(facts: Mapping[str, object]) -> str:
     """Return names and values as an HTML table with one row for each."""
-    heads = {f'<th scope="row" style="{_TEXT}">{html.escape(name)}</th>': value for name, value in facts.items()}
+    heads = {
+        f'<th scope="row" style="{_TEXT}">{html.escape(name)}</th>': value
+        for name, value in facts.items()
+    }
     return f"<table>{''.join(f'<tr>{head}{_cell(value, _TEXT)}</tr>' for head, value in heads.items())}</table>"
 
 
@@ -74,37 +94,72 @@ def to_html(value: object) -> str:
 @to_html.register
 def _(ramp: BatchRamp) -> str:
     names = ("start_step", "start_sample", "num_steps", "global_batch_size")
-    return html_table([{"phase": phase.index, **{name: getattr(phase, name) for name in names}} for phase in ramp.phases])
+    return html_table(
+        [
+            {"phase": phase.index, **{name: getattr(phase, name) for name in names}}
+            for phase in ramp.phases
+        ]
+    )
 
 
 @to_html.register
 def _(plan: RampPlan) -> str:
     remarks = [f"note: {note}" for note in describe.advice(plan)]
     if plan.eval_split is not None:
-        remarks.insert(0, f"evaluation: {plan.eval_split.global_batch_size:,} samples a batch")
+        remarks.insert(
+            0, f"evaluation: {plan.eval_split.global_batch_size:,} samples a batch"
+        )
     if (loading := describe.loading(plan)) is not None:
         remarks.insert(0, f"loading: {loading}")
-    return html_table(describe.phase_table(plan), caption="; ".join(describe.summary(plan))) + html_list(remarks)
+    return html_table(
+        describe.phase_table(plan), caption="; ".join(describe.summary(plan))
+    ) + html_list(remarks)
 
 
 @to_html.register
 def _(plan: RolloutPlan) -> str:
-    return html_facts({name: value for name, value in plan.to_dict().items() if isinstance(value, int)})
+    return html_facts(
+        {
+            name: value
+            for name, value in plan.to_dict().items()
+            if isinstance(value, int)
+        }
+    )
 
 
 @to_html.register
 def _(verdict: Verdict) -> str:
-    facts = {"system": verdict.system, "validator": verdict.validator, "run": verdict.run}
-    derived = {name: value if isinstance(value, int | float) else str(value) for name, value in verdict.derived.items()}
+    facts = {
+        "system": verdict.system,
+        "validator": verdict.validator,
+        "run": verdict.run,
+    }
+    derived = {
+        name: value if isinstance(value, int | float) else str(value)
+        for name, value in verdict.derived.items()
+    }
     names = ("rule", "keys", "what is wrong", "nearest", "found by")
     broken = (
-        (v.rule, ", ".join(v.keys), v.message, ", ".join(map(format_value, v.nearest)), v.found_by) for v in verdict.violations
+        (
+            v.rule,
+            ", ".join(v.keys),
+            v.message,
+            ", ".join(map(format_value, v.nearest)),
+            v.found_by,
+        )
+        for v in verdict.violations
     )
     tables = {
-        "what is wrong": html_table([dict(zip(names, values, strict=True)) for values in broken]),
-        "what the file means": html_table([asdict(meaning) for meaning in verdict.meanings]),
+        "what is wrong": html_table(
+            [dict(zip(names, values, strict=True)) for values in broken]
+        ),
+        "what the file means": html_table(
+            [asdict(meaning) for meaning in verdict.meanings]
+        ),
         "what follows": html_facts(derived) if derived else "",
         "phases": html_table(verdict.phases or ()),
         "notes": html_list(verdict.notes),
     }
-    return html_facts(facts) + "".join(f"<h4>{title}</h4>{table}" for title, table in tables.items() if table)
+    return html_facts(facts) + "".join(
+        f"<h4>{title}</h4>{table}" for title, table in tables.items() if table
+    )

@@ -33,8 +33,16 @@ class TerminalBar(Progress):
     line = ""
 
     def __init__(self, console: Console) -> None:
-        done, left = map(TextColumn, ("{task.completed:,.0f}/{task.total:,.0f} samples", "{task.fields[left]} left"))
-        super().__init__(done, BarColumn(bar_width=None), left, console=console, expand=True)
+        done, left = map(
+            TextColumn,
+            (
+                "{task.completed:,.0f}/{task.total:,.0f} samples",
+                "{task.fields[left]} left",
+            ),
+        )
+        super().__init__(
+            done, BarColumn(bar_width=None), left, console=console, expand=True
+        )
         self._task = self.add_task("train", total=0, left="?", visible=False)
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -105,9 +113,16 @@ class TrainProgress:
     """
 
     def __init__(
-        self, console: Console | None = None, *, log_period: int = 20, quiet: bool = False, resume_options: str = ""
+        self,
+        console: Console | None = None,
+        *,
+        log_period: int = 20,
+        quiet: bool = False,
+        resume_options: str = "",
     ) -> None:
-        self._console = console or Console(**PLAIN, force_terminal=False if is_for_a_log() else None)
+        self._console = console or Console(
+            **PLAIN, force_terminal=False if is_for_a_log() else None
+        )
         self._plan: Any = None  # that of the run, with which every loop starts
         self._log_period = log_period
         self._quiet = quiet
@@ -116,7 +131,9 @@ class TrainProgress:
         self._unit = "tokens"
         # What the time left does not count: compilations, those of the first evaluation among them.
         self._compile_seconds, self._has_evaluated = 0.0, False
-        self._decided: int | None = None  # the step of the last decision that was printed
+        self._decided: int | None = (
+            None  # the step of the last decision that was printed
+        )
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._bar = None if quiet else make_bar(self._console)
@@ -134,47 +151,83 @@ class TrainProgress:
                     print_plan(event.plan, self._console)
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
-                self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
+                self._console.print(
+                    f"{parameters} on {devices}; run folder {event.folder}"
+                )
             case events.RunStarted() if event.step >= event.plan.total_steps:
                 self._plan = event.plan
-                longer = "train_samples" if getattr(event.plan, "budget_samples", None) else "steps"
-                longer = "num_batches" if isinstance(event.plan, RolloutSchedule) else longer
-                self._console.print(f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer")
+                longer = (
+                    "train_samples"
+                    if getattr(event.plan, "budget_samples", None)
+                    else "steps"
+                )
+                longer = (
+                    "num_batches" if isinstance(event.plan, RolloutSchedule) else longer
+                )
+                self._console.print(
+                    f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer"
+                )
             case events.RunStarted():
                 self._unit = "samples" if event.tokens_per_sample == 1 else "tokens"
                 if event.step:
-                    self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
+                    self._console.print(
+                        f"resumed after step {event.step - 1:,} from a checkpoint"
+                    )
                 self._console.print("compiling the training step", style="dim")
                 self._begin(event)
             case events.BatchSizeChanged():
                 self._begin(event)
             case events.BatchSizeDecided():
-                if event.changed or self._decided is None or event.step - self._decided >= DECISION_LINES * self._log_period:
+                if (
+                    event.changed
+                    or self._decided is None
+                    or event.step - self._decided >= DECISION_LINES * self._log_period
+                ):
                     self._decided = event.step
-                    self._console.print(f"auto after step {event.step:,}: {event.outlook}")
+                    self._console.print(
+                        f"auto after step {event.step:,}: {event.outlook}"
+                    )
             case events.PhaseStarted():
-                parts = [f"phase {event.phase} from step {event.step:,}"] if self._has_phases else []
+                parts = (
+                    [f"phase {event.phase} from step {event.step:,}"]
+                    if self._has_phases
+                    else []
+                )
                 split = self._plan.splits[event.phase]
-                parts.append(f"{split.global_batch_size:,} samples per step = {describe_split(split)}")
+                parts.append(
+                    f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
+                )
                 self._console.print(": ".join(parts))
             case events.StepDone(metrics=metrics):
                 if self._recent:  # The first step is left out, with its compilation.
                     self._compile_seconds += metrics.get("compile_seconds", 0.0)
-                self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
+                self._recent.append(
+                    (
+                        time.monotonic() - self._compile_seconds,
+                        metrics["consumed_samples"],
+                    )
+                )
                 line = f"step {metrics['step']:,} of {self._plan.total_steps:,}"
-                line += f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+                line += (
+                    f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+                )
                 line += f", phase {metrics['phase']}" if self._has_phases else ""
                 line += f", batch {metrics['global_batch_size']:,}, loss {_format_loss(metrics['loss'])}"
                 line += f", {metrics['tokens_per_second']:,.0f} {self._unit}/s"
                 if metrics.get("reward") is not None:
                     line += f", reward {metrics['reward']:.3f}"
                 if metrics.get("noise_scale_samples_low") is not None:
-                    value, low, high = (metrics[f"noise_scale_samples{end}"] for end in ("", "_low", "_high"))
+                    value, low, high = (
+                        metrics[f"noise_scale_samples{end}"]
+                        for end in ("", "_low", "_high")
+                    )
                     line += f", noise scale {NoiseEstimate(value=value, low=low, high=high)} samples"
                 if self._bar is not None:
                     self._bar.move(metrics["consumed_samples"], self._time_left(), line)
                 elif metrics["step"] % self._log_period == 0:
-                    self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
+                    self._console.print(
+                        f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left"
+                    )
             case events.Evaluated():
                 if self._recent and not self._has_evaluated:
                     self._compile_seconds = time.monotonic() - self._recent[-1][0]
@@ -187,11 +240,17 @@ class TrainProgress:
                         found += "; what is never right has no reward to learn from: a larger warm_start_steps helps"
                 else:
                     found = f"loss {_format_loss(event.metrics['eval_loss'])}"
-                when = f"after step {event.step:,}" if event.step >= 0 else "before training"
+                when = (
+                    f"after step {event.step:,}"
+                    if event.step >= 0
+                    else "before training"
+                )
                 self._console.print(f"evaluation {when}: {found}")
             case events.CheckpointDamaged():
                 text = f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}"
-                self._console.print(f"{text}, and the run resumes from step {event.used:,}")
+                self._console.print(
+                    f"{text}, and the run resumes from step {event.used:,}"
+                )
             case events.StorageFailed():
                 self._console.print(f"{event.problem}; the run continues")
             case events.StepSkipped():
@@ -200,11 +259,19 @@ class TrainProgress:
             case events.RunStopped():
                 self.close()
                 if event.interrupted:
-                    unsaved = "no checkpoint has its last state" if event.steps else "there is nothing to save"
+                    unsaved = (
+                        "no checkpoint has its last state"
+                        if event.steps
+                        else "there is nothing to save"
+                    )
                     after = self._resume(event.folder) if event.is_saved else unsaved
-                    self._console.print(f"stopped after {format_count(event.steps, 'step')}; {after}")
+                    self._console.print(
+                        f"stopped after {format_count(event.steps, 'step')}; {after}"
+                    )
             case events.StopRequested():
-                self._console.print("stopping after the steps in flight; Ctrl-C again stops at once and saves nothing")
+                self._console.print(
+                    "stopping after the steps in flight; Ctrl-C again stops at once and saves nothing"
+                )
             case events.RunStopping():
                 self._console.print(f"stops at step {event.step:,}")
             case events.LearningRateChanged(schedule_steps=length):
@@ -214,7 +281,11 @@ class TrainProgress:
                     text += f"; the schedule before ended after {length:,} steps"
                 elif length is not None:
                     text += f"; learning_rate_schedule_steps={length} keeps the schedule before"
-                    text += f" and is at its end after {length:,} steps" if event.plan.total_steps > length else ""
+                    text += (
+                        f" and is at its end after {length:,} steps"
+                        if event.plan.total_steps > length
+                        else ""
+                    )
                 self._console.print(text, style="yellow")
             case events.RunAborted():
                 self.close()
@@ -231,7 +302,9 @@ class TrainProgress:
     def _begin(self, event: events.RunStarted | events.BatchSizeChanged) -> None:
         self._plan = event.plan
         if self._bar is not None:
-            self._bar.begin(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
+            self._bar.begin(
+                event.plan.consumed_samples, event.plan.ramp.samples_before(event.step)
+            )
 
     def _resume(self, folder: Path) -> str:
         if not self._has_command:
@@ -241,16 +314,23 @@ class TrainProgress:
     @property
     def _has_phases(self) -> bool:
         """Whether the run has a ramp, or may get one."""
-        return len(self._plan.splits) > 1 or getattr(self._plan, "auto_schedule", None) == "follow"
+        return (
+            len(self._plan.splits) > 1
+            or getattr(self._plan, "auto_schedule", None) == "follow"
+        )
 
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate, without compilations; "?" until two steps are done."""
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         if s1 == s0:
             return "?"
-        minutes, seconds = divmod(round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60)
+        minutes, seconds = divmod(
+            round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60
+        )
         hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return (
+            f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        )
 
 
 def _format_loss(value: float | None) -> str:

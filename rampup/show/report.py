@@ -19,7 +19,13 @@ from rampup.plan.describe import phase_table, summary
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
 from rampup.rl.plan import RolloutPlan
-from rampup.show.figures import draw_timetable, plan_panels, rate_panels, run_panels, svg_element
+from rampup.show.figures import (
+    draw_timetable,
+    plan_panels,
+    rate_panels,
+    run_panels,
+    svg_element,
+)
 from rampup.show.format import describe_split, format_count, format_value
 from rampup.show.notebook import html_list, html_table, to_html
 from rampup.show.prediction import Comparison
@@ -35,12 +41,18 @@ class Report:
     """The content of a report."""
 
     title: str  # the name of a file or a run
-    plan: RampPlan | RolloutPlan | None  # the plan of a ramp or of a rollout; None if there is only a verdict
+    plan: (
+        RampPlan | RolloutPlan | None
+    )  # the plan of a ramp or of a rollout; None if there is only a verdict
     notes: Sequence[str] = ()  # remarks about what is legal but costs something
     config: Settings | None = None  # the configuration, whose keys are listed
-    rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)  # of an optimizer step, by clock
+    rates: Mapping[Clock, Callable[[int], float]] = field(
+        default_factory=dict
+    )  # of an optimizer step, by clock
     run: RunMetrics | None = None  # the metrics of the run, if there is one
-    prediction: Comparison | None = None  # what the design of the run had predicted, if it had one
+    prediction: Comparison | None = (
+        None  # what the design of the run had predicted, if it had one
+    )
     verdict: Verdict | None = None  # the verdict on another system's file, if it is one
 
 
@@ -52,14 +64,22 @@ def write_report(report: Report, path: str | Path) -> int:
     try:
         Path(path).write_bytes(data)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", key="output") from None
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}", key="output"
+        ) from None
     return len(data)
 
 
 def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
-    warnings = f'<div class="notes">{html_list(report.notes)}</div>' if report.notes else "<p>No warnings.</p>" if plan else ""
+    warnings = (
+        f'<div class="notes">{html_list(report.notes)}</div>'
+        if report.notes
+        else "<p>No warnings.</p>"
+        if plan
+        else ""
+    )
     sections = {"Notes": warnings}
     sentences: tuple[str, ...] = summary(plan) if isinstance(plan, RampPlan) else ()
     if report.verdict is not None:
@@ -67,36 +87,73 @@ def report_html(report: Report) -> str:
     if report.run is not None:
         sections["Run"] = _run(report.run)
     if report.prediction is not None:
-        table = _scroll(html_table(report.prediction.table(), max_rows=MAX_ROWS), "prediction")
-        sections["Prediction"] = html_list(report.prediction.sentences()) + (table if report.prediction.rows else "")
+        table = _scroll(
+            html_table(report.prediction.table(), max_rows=MAX_ROWS), "prediction"
+        )
+        sections["Prediction"] = html_list(report.prediction.sentences()) + (
+            table if report.prediction.rows else ""
+        )
     if isinstance(plan, RampPlan):
         sections["Ramp"] = _pictures(plan_panels(plan))
-        unreached = {phase.index: "unreached" for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
-        phases = _scroll(html_table(phase_table(plan), max_rows=MAX_ROWS, row_classes=unreached), "phases")
-        phases += '<p class="dim">The run ends before the phases in italics.</p>' if unreached else ""
+        unreached = {
+            phase.index: "unreached"
+            for phase in plan.ramp.phases
+            if phase.start_step >= plan.total_steps
+        }
+        phases = _scroll(
+            html_table(phase_table(plan), max_rows=MAX_ROWS, row_classes=unreached),
+            "phases",
+        )
+        phases += (
+            '<p class="dim">The run ends before the phases in italics.</p>'
+            if unreached
+            else ""
+        )
         if plan.eval_split:
             split = f"{plan.eval_split.global_batch_size:,} samples per batch = {describe_split(plan.eval_split)}"
             phases += f"<p>Evaluation: {html.escape(split)}.</p>"
         sections["Phases"] = phases
-        sections["Learning rate"] = _pictures(rate_panels(plan, report.rates)) if report.rates else ""
+        sections["Learning rate"] = (
+            _pictures(rate_panels(plan, report.rates)) if report.rates else ""
+        )
         stages = plan.splitter.num_stages
         microbatches = plan.splits[-1].num_pipeline_microbatches
-        if stages > 1 and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS:
-            sections["Pipeline"] = f"<p>{stages} stages and {microbatches:,} microbatches: too many to draw.</p>"
+        if (
+            stages > 1
+            and 2 * stages * microbatches * plan.splitter.num_repeats > MAX_OPERATIONS
+        ):
+            sections["Pipeline"] = (
+                f"<p>{stages} stages and {microbatches:,} microbatches: too many to draw.</p>"
+            )
         elif stages > 1:
-            picture = svg_element(draw_timetable(plan.timetable()), title="timetable of the last phase", prefix="timetable-")
+            picture = svg_element(
+                draw_timetable(plan.timetable()),
+                title="timetable of the last phase",
+                prefix="timetable-",
+            )
             # A timetable keeps its own width and scrolls; the view box is in points.
-            sections["Pipeline"] = f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
+            sections["Pipeline"] = (
+                f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
+            )
     elif plan is not None:
-        size = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
+        size = (
+            f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
+        )
         total = format_count(plan.total_optimizer_steps, "optimizer step")
         sentences = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
-        sections["Step"] = _scroll(html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable")
+        sections["Step"] = _scroll(
+            html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable"
+        )
         sections["Step"] += _scroll(to_html(plan), "sizes")
     sections["Keys"] = _keys(report.config) if report.config else ""
     sections = {name: body for name, body in sections.items() if body}
-    links = "".join(f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections)
-    body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
+    links = "".join(
+        f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections
+    )
+    body = "".join(
+        f'<section id="{_anchor(name)}"><h2>{name}</h2>{text}</section>'
+        for name, text in sections.items()
+    )
     title = html.escape(report.title)
     header = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in sentences)
     return (
@@ -122,8 +179,13 @@ def _run(run: RunMetrics) -> str:
     if run.noise_scales:
         facts["noise scale (samples)"] = run.noise_at(-1)
     if run.eval_losses:
-        facts[f"last evaluation {'loss' if run.quantity == 'loss' else 'accuracy'}"] = run.eval_losses[-1]
-    items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(format_value(value))}</dd></div>" for name, value in facts.items())
+        facts[f"last evaluation {'loss' if run.quantity == 'loss' else 'accuracy'}"] = (
+            run.eval_losses[-1]
+        )
+    items = "".join(
+        f"<div><dt>{name}</dt><dd>{html.escape(format_value(value))}</dd></div>"
+        for name, value in facts.items()
+    )
     table = html_table(run.by_phase(), max_rows=MAX_ROWS)
     return f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By phase</h3>{_scroll(table, "the run by phase")}'
 
@@ -134,20 +196,39 @@ def _keys(config: Settings) -> str:
     for name, key in config.keys().items():
         # Only the name of a file is shown: the page may be sent to somebody, and the folders are nobody's business.
         place = Path(config.where(name)).name
-        row = {"key": name, "value": yaml_value(values[name]), "set by": place, "meaning": describe(key)}
+        row = {
+            "key": name,
+            "value": yaml_value(values[name]),
+            "set by": place,
+            "meaning": describe(key),
+        }
         sections[key.section].append(row)
-    parts = ['<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>']
+    parts = [
+        '<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>'
+    ]
     parts.append('<p class="dim">Values in bold are not the default.</p>')
     for section, rows in sections.items():
-        changed = {number: "changed" for number, row in enumerate(rows) if values[row["key"]] != defaults[row["key"]]}
+        changed = {
+            number: "changed"
+            for number, row in enumerate(rows)
+            if values[row["key"]] != defaults[row["key"]]
+        }
         table = html_table(rows, max_rows=len(rows), row_classes=changed)
-        parts.append(f"<details open><summary>{html.escape(section)}</summary>{table}</details>")
+        parts.append(
+            f"<details open><summary>{html.escape(section)}</summary>{table}</details>"
+        )
     return "".join(parts)
 
 
 def _pictures(panels: Mapping[str, Any]) -> str:
-    pictures = {title: svg_element(figure, title=title, prefix=f"{_anchor(title)}-") for title, figure in panels.items()}
-    figures = (f"<figure><figcaption>{html.escape(name)}</figcaption>{picture}</figure>" for name, picture in pictures.items())
+    pictures = {
+        title: svg_element(figure, title=title, prefix=f"{_anchor(title)}-")
+        for title, figure in panels.items()
+    }
+    figures = (
+        f"<figure><figcaption>{html.escape(name)}</figcaption>{picture}</figure>"
+        for name, picture in pictures.items()
+    )
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
@@ -160,4 +241,6 @@ def _anchor(name: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return (resources.files("rampup.show") / "assets" / name).read_text(encoding="utf-8")
+    return (resources.files("rampup.show") / "assets" / name).read_text(
+        encoding="utf-8"
+    )

@@ -10,7 +10,13 @@ from typing import Any
 
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.errors import DataError
-from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, describe_damage, read_lines, require_count
+from rampup.loop.run_folder import (
+    EVAL_FILE,
+    METRICS_FILE,
+    describe_damage,
+    read_lines,
+    require_count,
+)
 from rampup.plan.numbers import finite_or_none
 from rampup.plan.plan import RampPlan
 
@@ -19,19 +25,30 @@ MAX_POINTS = 1_200
 
 def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
     """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a picture; of many phases, some."""
-    rows: Sequence[dict[str, Any]] = subsample([{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most)
+    rows: Sequence[dict[str, Any]] = subsample(
+        [{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most
+    )
     # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches its end.
     ramp_steps = plan.ramp.ramp_steps
     last = ramp_steps + -(-ramp_steps // 3) if ramp_steps else plan.total_steps
     last = min(plan.total_steps, last) if plan.total_steps > ramp_steps else last
     ends = [row["start_step"] for row in rows[1:]] + [last]
-    return [row | {"end_step": end, "end_sample": plan.ramp.samples_before(end)} for row, end in zip(rows, ends, strict=True)]
+    return [
+        row | {"end_step": end, "end_sample": plan.ramp.samples_before(end)}
+        for row, end in zip(rows, ends, strict=True)
+    ]
 
 
-def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> list[tuple[int, int, float]]:
+def rate_points(
+    plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
+) -> list[tuple[int, int, float]]:
     """Return step, samples before it and learning rate, at about `most` even steps and on both sides of every known kink."""
     last = plan.total_steps - 1
-    kinks = {segment.start_step + shift for segment in subsample(plan.clock, most // 4) for shift in (-1, 0)}
+    kinks = {
+        segment.start_step + shift
+        for segment in subsample(plan.clock, most // 4)
+        for shift in (-1, 0)
+    }
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
     even = {round(last * part / most) for part in range(most + 1)}
     steps = sorted(step for step in kinks | even if 0 <= step <= last)
@@ -69,20 +86,32 @@ class RunMetrics:
     noise_highs: tuple[float, ...] = ()
     quantity: str = "loss"  # what `losses` are; with `reward`, of reinforcement learning, `eval_losses` are accuracies
     learning_rates: tuple[float, ...] = ()  # NaN where unknown
-    seconds: tuple[float, ...] = ()  # of each step without its compilation; NaN where unknown
-    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # of reinforcement learning, by title
+    seconds: tuple[
+        float, ...
+    ] = ()  # of each step without its compilation; NaN where unknown
+    curves: Mapping[str, tuple[float, ...]] = field(
+        default_factory=dict
+    )  # of reinforcement learning, by title
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
         """Return the metrics in the folder of a run; a damaged line is refused."""
         for file in (METRICS_FILE, EVAL_FILE):
             if damage := describe_damage(folder / file):
-                raise DataError(f"{damage}; resume the run, which moves such lines aside, or delete them", key="run")
-        return cls.from_lines(name, read_lines(folder / METRICS_FILE), read_lines(folder / EVAL_FILE))
+                raise DataError(
+                    f"{damage}; resume the run, which moves such lines aside, or delete them",
+                    key="run",
+                )
+        return cls.from_lines(
+            name, read_lines(folder / METRICS_FILE), read_lines(folder / EVAL_FILE)
+        )
 
     @classmethod
     def from_lines(
-        cls, name: str, lines: Iterable[Mapping[str, Any]], eval_lines: Iterable[Mapping[str, Any]] = ()
+        cls,
+        name: str,
+        lines: Iterable[Mapping[str, Any]],
+        eval_lines: Iterable[Mapping[str, Any]] = (),
     ) -> RunMetrics:
         """Return the metrics in the lines of metrics.jsonl and eval.jsonl; a line without the counts is refused."""
         rows = list(lines)
@@ -93,19 +122,46 @@ class RunMetrics:
             return tuple(_finite_or_nan(row.get(key)) for row in rows)
 
         keys = ("step", "consumed_samples", "global_batch_size", "phase")
-        counts = {key: tuple(require_count(row, key, name) for row in rows) for key in keys}
+        counts = {
+            key: tuple(require_count(row, key, name) for row in rows) for key in keys
+        }
         after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
-        quantity, evaluated = ("reward", "accuracy") if all("reward" in row for row in rows) else ("loss", "eval_loss")
-        evals = [(after[row["step"]], _finite_or_nan(row.get(evaluated))) for row in eval_lines if row["step"] in after]
-        curves = {title: values for title, key in CURVES.items() if not all(map(math.isnan, values := values_of(key)))}
+        quantity, evaluated = (
+            ("reward", "accuracy")
+            if all("reward" in row for row in rows)
+            else ("loss", "eval_loss")
+        )
+        evals = [
+            (after[row["step"]], _finite_or_nan(row.get(evaluated)))
+            for row in eval_lines
+            if row["step"] in after
+        ]
+        curves = {
+            title: values
+            for title, key in CURVES.items()
+            if not all(map(math.isnan, values := values_of(key)))
+        }
         if any(row.get("dropped_groups") for row in rows):
             # Of the prompts of each rollout: those that were read since the one before it.
             ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
-            read = {rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()}
-            shares = (row["dropped_groups"] / read[row["rollout"]] if read[row["rollout"]] else math.nan for row in rows)
+            read = {
+                rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()
+            }
+            shares = (
+                row["dropped_groups"] / read[row["rollout"]]
+                if read[row["rollout"]]
+                else math.nan
+                for row in rows
+            )
             curves["Share of dropped prompts"] = tuple(shares)
-        seconds = zip(values_of("step_seconds"), values_of("compile_seconds"), strict=True)
-        noise = (("scale", ""), ("low", "_low"), ("high", "_high")) if any("noise_scale_samples" in row for row in rows) else ()
+        seconds = zip(
+            values_of("step_seconds"), values_of("compile_seconds"), strict=True
+        )
+        noise = (
+            (("scale", ""), ("low", "_low"), ("high", "_high"))
+            if any("noise_scale_samples" in row for row in rows)
+            else ()
+        )
         return cls(
             name=name,
             steps=counts["step"],
@@ -114,11 +170,17 @@ class RunMetrics:
             tokens_per_second=values_of("tokens_per_second"),
             sizes=counts["global_batch_size"],
             learning_rates=values_of("learning_rate"),
-            seconds=tuple(max(step - compiled, 0.0) if math.isfinite(compiled) else step for step, compiled in seconds),
+            seconds=tuple(
+                max(step - compiled, 0.0) if math.isfinite(compiled) else step
+                for step, compiled in seconds
+            ),
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),
-            **{f"noise_{name}s": values_of(f"noise_scale_samples{end}") for name, end in noise},
+            **{
+                f"noise_{name}s": values_of(f"noise_scale_samples{end}")
+                for name, end in noise
+            },
             quantity=quantity,
             curves=curves,
         )
@@ -133,14 +195,31 @@ class RunMetrics:
         """Return the steps, last loss and median tokens per second of each phase."""
         rows = list[dict[str, int | float | str | None]]()
         for phase in sorted(set(self.phases)):
-            places = [place for place, value in enumerate(self.phases) if value == phase]
+            places = [
+                place for place, value in enumerate(self.phases) if value == phase
+            ]
             # The median ignores steps that waited for compilation, a checkpoint or an evaluation.
-            speeds = sorted(value for place in places if math.isfinite(value := self.tokens_per_second[place]))
+            speeds = sorted(
+                value
+                for place in places
+                if math.isfinite(value := self.tokens_per_second[place])
+            )
             last = places[-1]
-            row = {"phase": phase, "global batch size": self.sizes[last], "steps done": len(places)}
+            row = {
+                "phase": phase,
+                "global batch size": self.sizes[last],
+                "steps done": len(places),
+            }
             row |= {f"last {self.quantity}": finite_or_none(self.losses[last])}
             row |= {"tokens/s (median)": speeds[len(speeds) // 2] if speeds else None}
-            rows.append(row | ({"noise scale (samples)": self.noise_at(last)} if self.noise_scales else {}))
+            rows.append(
+                row
+                | (
+                    {"noise scale (samples)": self.noise_at(last)}
+                    if self.noise_scales
+                    else {}
+                )
+            )
         return rows
 
 
@@ -156,17 +235,27 @@ def mean_of_neighbours(
     groups = [ys[start : start + number] for start in range(0, len(ys), number)]
     finite = [[y for y in group if math.isfinite(y)] for group in groups]
     means = [sum(group) / len(group) if group else math.nan for group in finite]
-    return [xs[min(start + number, len(xs)) - 1] for start in range(0, len(xs), number)], means, number
+    return (
+        [xs[min(start + number, len(xs)) - 1] for start in range(0, len(xs), number)],
+        means,
+        number,
+    )
 
 
 def subsample(items: Sequence[Any], most: int) -> Sequence[Any]:
     """Return at most `most` items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
-    return [items[round((len(items) - 1) * place / (most - 1))] for place in range(most)]
+    return [
+        items[round((len(items) - 1) * place / (most - 1))] for place in range(most)
+    ]
 
 
 def _finite_or_nan(value: Any) -> float:
     """Return a finite number unchanged, and NaN for anything else."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    known = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) < 1e300
+    )
     return float(value) if known else math.nan

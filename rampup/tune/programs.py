@@ -21,7 +21,12 @@ from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.data.sources import SyntheticRows
 from rampup.engine.compile import compile_program
 from rampup.engine.mesh import make_mesh
-from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
+from rampup.engine.offload import (
+    ProgramMemory,
+    is_out_of_memory,
+    program_memory,
+    room_to_run,
+)
 from rampup.engine.state import TrainState
 from rampup.lm.train import TrainSetup, unconstrained
 from rampup.plan.plan import RampPlan
@@ -58,7 +63,12 @@ class Programs:
     """
 
     def __init__(
-        self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None, *, target: Target | None = None
+        self,
+        config: Config,
+        devices: Sequence[jax.Device],
+        report: Report = lambda line: None,
+        *,
+        target: Target | None = None,
     ) -> None:
         self.config = config
         self.devices = tuple(devices)
@@ -76,13 +86,20 @@ class Programs:
     @property
     def compiled_sizes(self) -> frozenset[int]:
         """The microbatch sizes whose program for the largest batch was compiled, those that do not fit among them."""
-        return frozenset(size.microbatch_size for size in self._memory if size == self.size(size.microbatch_size))
+        return frozenset(
+            size.microbatch_size
+            for size in self._memory
+            if size == self.size(size.microbatch_size)
+        )
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
         per_replica = max(self.plan.ramp.sizes) / self.splitter.data_parallel_size
         passes = math.ceil(per_replica / (microbatch_size * self.pass_unit))
-        return Size(microbatch_size=microbatch_size, num_microbatches=max(passes, 1) * self.pass_unit)
+        return Size(
+            microbatch_size=microbatch_size,
+            num_microbatches=max(passes, 1) * self.pass_unit,
+        )
 
     @property
     def pass_unit(self) -> int:
@@ -96,13 +113,25 @@ class Programs:
         name, found = f"microbatch of {size.microbatch_size:,}", None
         if self.target is not None:
             # At most this many compilations follow.
-            to_come = "" if more is None else f", {f'at most {more:,}' if more else 'none'} to come"
+            to_come = (
+                ""
+                if more is None
+                else f", {f'at most {more:,}' if more else 'none'} to come"
+            )
             self._report(f"{name}: compiling{to_come}")
-            answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
+            answer = self._answers[size] = compile_on(
+                self.target, self._lower(size), self.mesh
+            )
             found = answer.memory
             needed = refused_bytes(answer.refusal)
-            problem = "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
-            source = " (known)" if answer.cached else f" (compiled in {answer.seconds:.0f} s)"
+            problem = "refused: it does not fit" + (
+                "" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB"
+            )
+            source = (
+                " (known)"
+                if answer.cached
+                else f" (compiled in {answer.seconds:.0f} s)"
+            )
         else:
             problem, source = "the compiler runs out of memory", ""
             try:
@@ -112,7 +141,9 @@ class Programs:
                 if not is_out_of_memory(error):
                     raise
         self._memory[size] = found
-        self._report(f"{name}: {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}")
+        self._report(
+            f"{name}: {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}"
+        )
         return found
 
     def bytes(self, size: Size) -> float:
@@ -120,7 +151,11 @@ class Programs:
         memory = self.memory(size)
         if memory is None:
             return math.inf
-        rows = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
+        rows = (
+            sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
+            * size.microbatch_size
+            * size.num_microbatches
+        )
         used = memory.total + AHEAD_ON_DEVICE * rows
         # On absent slices the compiler decides what fits: it also recomputes values if memory is short.
         return used if self.target is None else min(used, self.target.limit)
@@ -134,22 +169,33 @@ class Programs:
         """Return whether a step can run on this machine: the devices are here and it fits in their memory."""
         return self.target is None and self.bytes(size) <= room_to_run(self.devices)
 
-    def loop_trips(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    def loop_trips(
+        self, microbatch_size: int, num_microbatches: int
+    ) -> tuple[int, ...]:
         """Return the iterations of the loops of a step whose bound is an argument: passes, and the ticks of a pipeline pass."""
-        return self._setup.step.loop_trips(self.split(microbatch_size, num_microbatches))
+        return self._setup.step.loop_trips(
+            self.split(microbatch_size, num_microbatches)
+        )
 
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
         """Return a function that runs one optimizer step on synthetic rows and waits for it."""
         self.memory(size)
         program, plan = self._compiled[size], self._plan_of(size)
-        batch = next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1))
+        batch = next(
+            step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)
+        )
         segment = self._setup.step.segment_of(batch.position.segment)
         split = self.split(size.microbatch_size, num_microbatches)
-        counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
+        counts = (
+            np.int32(split.num_pipeline_microbatches),
+            np.int32(split.accumulation_steps),
+        )
 
         def step() -> None:
             # A language model has nothing frozen.
-            self._state, metrics = program(self._state, None, batch.chunks, counts, segment)
+            self._state, metrics = program(
+                self._state, None, batch.chunks, counts, segment
+            )
             jax.block_until_ready((self._state, metrics))
 
         return step
@@ -181,20 +227,36 @@ class Programs:
 
     def _plan_of(self, size: Size) -> RampPlan:
         """Return a plan of one phase with only such steps, as long as the run."""
-        batch = self.splitter.data_parallel_size * size.microbatch_size * size.num_microbatches
+        batch = (
+            self.splitter.data_parallel_size
+            * size.microbatch_size
+            * size.num_microbatches
+        )
         splitter = replace(self.splitter, microbatch_size=size.microbatch_size)
-        unused = {"eval_global_batch_size": None, "expansion_factor_real_data": Fraction(-1), "seesaw": None}
-        return replace(self.plan, ramp=BatchRamp.constant(batch), splitter=splitter, **unused)
+        unused = {
+            "eval_global_batch_size": None,
+            "expansion_factor_real_data": Fraction(-1),
+            "seesaw": None,
+        }
+        return replace(
+            self.plan, ramp=BatchRamp.constant(batch), splitter=splitter, **unused
+        )
 
     def _rows(self, number: int) -> SyntheticRows:
-        return SyntheticRows(number, sequence_length=self.config.max_target_length, vocab_size=self.config.vocab_size)
+        return SyntheticRows(
+            number,
+            sequence_length=self.config.max_target_length,
+            vocab_size=self.config.vocab_size,
+        )
 
     @cached_property
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
 
 
-def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS) -> dict[Any, Timing]:
+def take_turns(
+    steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS
+) -> dict[Any, Timing]:
     """Time steps, which wait for their results, once a round for about these seconds, after two rounds that are not counted."""
 
     def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
@@ -214,8 +276,14 @@ def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMI
             name = names[(place + number) % len(names)]
             times[name].append(run([steps[name]], repeats) / repeats)
     medians = {name: statistics.median(measured) for name, measured in times.items()}
-    spreads = {name: (max(measured) - min(measured)) / medians[name] for name, measured in times.items()}
-    return {name: Timing(seconds=medians[name], spread=spreads[name], rounds=rounds) for name in names}
+    spreads = {
+        name: (max(measured) - min(measured)) / medians[name]
+        for name, measured in times.items()
+    }
+    return {
+        name: Timing(seconds=medians[name], spread=spreads[name], rounds=rounds)
+        for name in names
+    }
 
 
 def fit_line(points: Sequence[Point]) -> Point:
@@ -224,11 +292,17 @@ def fit_line(points: Sequence[Point]) -> Point:
     return (start, slope) if squares else (0.0, start / points[0][0])
 
 
-def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:
+def fit_tick_overhead(
+    times: Mapping[int, Sequence[Point]], *, num_repeats: int
+) -> float | None:
     """Return h of `predicted_time`, in samples per replica, from the (ticks, seconds) of each b, or None."""
     # A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of the times over the ticks is
     # t * (b / v + h): a line over b, whose start over its slope is h * v.
-    slopes = [(float(b), fit_line(points)[1]) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
+    slopes = [
+        (float(b), fit_line(points)[1])
+        for b, points in times.items()
+        if len({ticks for ticks, _ in points}) > 1
+    ]
     if len(slopes) < 2 or min(slope for _, slope in slopes) <= 0:
         return None
     start, slope = fit_line(slopes)

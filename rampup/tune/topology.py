@@ -32,7 +32,9 @@ from rampup.inspection.account import Account, account_of
 from rampup.inspection.hlo import Program
 from rampup.plan.topology import Topology
 
-_FORMAT = 5  # part of a cached result's key: raise it if the account of a program changes
+_FORMAT = (
+    5  # part of a cached result's key: raise it if the account of a program changes
+)
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
 COMPILER_THREAD = "rampup-topology-compiler"
@@ -60,12 +62,17 @@ def compiler_version() -> str:
     for package in ("libtpu", "libtpu-nightly"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-            if package == "libtpu" and tuple(map(int, re.findall(r"\d+", version)))[:3] < _OLDEST_LIBTPU:
+            if (
+                package == "libtpu"
+                and tuple(map(int, re.findall(r"\d+", version)))[:3] < _OLDEST_LIBTPU
+            ):
                 needed = ".".join(map(str, _OLDEST_LIBTPU))
                 problem = f"libtpu {version} cannot compile for an absent TPU, but {needed} and newer can"
                 raise MissingDependencyError(f"{problem}; {INSTALL}")
             return f"{package} {version}"
-    raise MissingDependencyError(f"compiling for an absent TPU takes its compiler, the package libtpu; {INSTALL}")
+    raise MissingDependencyError(
+        f"compiling for an absent TPU takes its compiler, the package libtpu; {INSTALL}"
+    )
 
 
 def use_cpu_as_host() -> None:
@@ -93,12 +100,20 @@ def _devices(topology: Topology) -> Sequence[Any]:
     options: dict[str, Any] = {"chips_per_host_bounds": topology.chips_per_host}
     options |= {"wrap": topology.wrap} if any(topology.wrap) else {}
     options |= {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
-    options |= {} if topology.chip.config is None else {"chip_config_name": topology.chip.config}
+    options |= (
+        {}
+        if topology.chip.config is None
+        else {"chip_config_name": topology.chip.config}
+    )
     # libtpu reads them when it is loaded; a compilation later does not need them.
-    absent = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    absent = {
+        name: value for name, value in _ENVIRONMENT.items() if name not in os.environ
+    }
     os.environ.update(absent)
     try:
-        found = topologies.get_topology_desc(topology.slice_name, platform="tpu", **options)
+        found = topologies.get_topology_desc(
+            topology.slice_name, platform="tpu", **options
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         problem = f"the compiler {compiler_version()} refuses topology={topology.name}"
@@ -108,7 +123,10 @@ def _devices(topology: Topology) -> Sequence[Any]:
             os.environ.pop(name, None)
     if len(found.devices) != topology.num_devices:
         rule = f"topology={topology.name} has {topology.num_devices} devices"
-        raise ConfigError(f"{rule}, but {compiler_version()} gives {len(found.devices)}", key="topology")
+        raise ConfigError(
+            f"{rule}, but {compiler_version()} gives {len(found.devices)}",
+            key="topology",
+        )
     return tuple(found.devices)
 
 
@@ -133,7 +151,9 @@ class Target:
     """What programs are compiled for."""
 
     topology: Topology  # the slices
-    hbm_bytes: int | None = None  # memory of a device that programs may use, or None for all of it
+    hbm_bytes: int | None = (
+        None  # memory of a device that programs may use, or None for all of it
+    )
     cache: Path | None = None  # folder of earlier results, or None
 
     @property
@@ -146,7 +166,9 @@ class Target:
 class Compiled:
     """The compiler's answer about one program."""
 
-    memory: ProgramMemory | None  # of a device, or None if the compiler refuses the program because it does not fit
+    memory: (
+        ProgramMemory | None
+    )  # of a device, or None if the compiler refuses the program because it does not fit
     account: Account | None  # what a run costs, or None
     refusal: str = ""  # the compiler's reason
     seconds: float  # of the compilation
@@ -172,12 +194,19 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = json.loads(file.read_text(encoding="utf-8")) | {"cached": True}
             known["memory"] = known["memory"] and ProgramMemory(**known["memory"])
-            return Compiled(**known | {"account": known["account"] and Account.from_json(known["account"])})
+            return Compiled(
+                **known
+                | {"account": known["account"] and Account.from_json(known["account"])}
+            )
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def compile_it() -> None:
         try:
-            future.set_result(compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes))
+            future.set_result(
+                compile_for(
+                    lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes
+                )
+            )
         except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             future.set_exception(error)
 
@@ -192,14 +221,18 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
         refusal = " ".join(str(error).split())[:_MAX_REFUSAL]
     seconds = time.perf_counter() - start
     shape = tuple((str(name), size) for name, size in mesh.shape.items())
-    account = None if compiled is None else account_of(Program(compiled.as_text()), shape)
+    account = (
+        None if compiled is None else account_of(Program(compiled.as_text()), shape)
+    )
     memory = None if compiled is None else program_memory(compiled)
     found = Compiled(memory=memory, account=account, refusal=refusal, seconds=seconds)
     if file is not None:
         # At once, so that another process never reads half of a file.
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as part:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=file.parent, encoding="utf-8", delete=False
+            ) as part:
                 json.dump(dataclasses.asdict(found), part)
             os.replace(part.name, file)
     return found
@@ -208,5 +241,11 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
 def refused_bytes(refusal: str) -> float:
     """Return the bytes that the compiler says a refused program needs, or infinity if it does not say."""
     # Such as "memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)".
-    match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", refusal) or re.search(r"Used ([\d.]+)([KMGT]?) of", refusal)
-    return math.inf if match is None else float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " ")
+    match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", refusal) or re.search(
+        r"Used ([\d.]+)([KMGT]?) of", refusal
+    )
+    return (
+        math.inf
+        if match is None
+        else float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " ")
+    )

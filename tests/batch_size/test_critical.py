@@ -56,7 +56,11 @@ def test_critical_finds_the_batch_of_the_exact_recursion():
             for risk in rest:
                 average = 0.5 * average + 0.5 * risk
             smoothed.append(average)
-        wanted = max(i for i in range(len(smoothed)) if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i)))
+        wanted = max(
+            i
+            for i in range(len(smoothed))
+            if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i))
+        )
         # The command evaluates one interval after the other and stops a branch that is losing.
         curves = []
         for size in WINDOW.sizes:
@@ -69,7 +73,9 @@ def test_critical_finds_the_batch_of_the_exact_recursion():
             curves.append(curve)
         branches, critical = find_critical(WINDOW, curves, tolerance)
         assert branches[critical].global_batch_size == WINDOW.sizes[wanted]
-        assert [branch.stopped for branch in branches] == [len(curve) < number for curve in curves]
+        assert [branch.stopped for branch in branches] == [
+            len(curve) < number for curve in curves
+        ]
         answers.add(critical)
         stopped += any(branch.stopped for branch in branches)
     assert len(answers) >= 4
@@ -83,10 +89,14 @@ def test_recursion_equals_monte_carlo():
     theta = np.ones((runs, 3))
     for _ in range(steps):
         x = rng.normal(size=(runs, batch, 3)) * np.sqrt(h)
-        error = np.einsum("rbi,ri->rb", x, theta) - rng.normal(size=(runs, batch)) * math.sqrt(s2)
+        error = np.einsum("rbi,ri->rb", x, theta) - rng.normal(
+            size=(runs, batch)
+        ) * math.sqrt(s2)
         theta -= eta * np.einsum("rb,rbi->ri", error, x) / batch
     risks = 0.5 * theta**2 @ h
-    assert abs(risks.mean() - Regression(h, np.ones(3), s2).after(steps, eta, batch).risk) < 4 * risks.std() / math.sqrt(runs)
+    assert abs(
+        risks.mean() - Regression(h, np.ones(3), s2).after(steps, eta, batch).risk
+    ) < 4 * risks.std() / math.sqrt(runs)
 
 
 def test_window_is_whole_steps_of_every_branch():
@@ -139,14 +149,21 @@ def test_standard_error_is_that_of_paired_differences():
     for _ in range(2000):
         curve, other = [], []
         for _ in range(4):
-            shared, weights = rng.normal(scale=5, size=16), tuple(rng.uniform(1, 3, size=16))
-            curve.append(Evaluation(tuple(shared + rng.normal(0.1, 0.3, size=16)), weights))
+            shared, weights = (
+                rng.normal(scale=5, size=16),
+                tuple(rng.uniform(1, 3, size=16)),
+            )
+            curve.append(
+                Evaluation(tuple(shared + rng.normal(0.1, 0.3, size=16)), weights)
+            )
             other.append(Evaluation(tuple(shared), weights))
         difference, error = smoothed_difference(curve, other)
         differences.append(difference)
         errors.append(error)
     assert abs(np.mean(differences) - 0.1) < 0.01
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(differences), rel=0.07)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(
+        np.std(differences), rel=0.07
+    )
 
 
 def test_a_branch_that_is_not_finite_stops_and_cannot_win():
@@ -156,7 +173,11 @@ def test_a_branch_that_is_not_finite_stops_and_cannot_win():
     assert is_losing(bad, [fine], 4, 0.1)
     branches, critical = find_critical(window, [fine, bad, fine], 0.1)
     assert critical == 2
-    assert (branches[1].loss, branches[1].stopped, branches[1].standard_error) == (None, True, None)
+    assert (branches[1].loss, branches[1].stopped, branches[1].standard_error) == (
+        None,
+        True,
+        None,
+    )
 
 
 def test_a_branch_that_catches_up_is_not_stopped():
@@ -165,8 +186,13 @@ def test_a_branch_that_catches_up_is_not_stopped():
     closing = [Evaluation((2.0 + 0.2 * max(1 - n / 12, 0),), (1.0,)) for n in range(16)]
     constant = [Evaluation((2.2,), (1.0,))] * 16
     assert not any(is_losing(closing[:n], [reference], 16, 0.01) for n in range(1, 17))
-    assert next(n for n in range(1, 17) if is_losing(constant[:n], [reference], 16, 0.01)) == 6
-    assert not is_losing(constant, [reference], 16, 0.01)  # complete: nothing is left to save
+    assert (
+        next(n for n in range(1, 17) if is_losing(constant[:n], [reference], 16, 0.01))
+        == 6
+    )
+    assert not is_losing(
+        constant, [reference], 16, 0.01
+    )  # complete: nothing is left to save
 
 
 def chinchilla(tokens, params=7e9):
@@ -176,14 +202,20 @@ def chinchilla(tokens, params=7e9):
 
 def simulate(consumed, window, wasted, seed=0):
     """Return the curves of branches that waste shares of their samples at 7B parameters, and the checkpoint's evaluation."""
-    rng, rows = np.random.default_rng(seed), np.random.default_rng(seed + 1).normal(0, 0.3, (window.num_evaluations, 16))
+    rng, rows = (
+        np.random.default_rng(seed),
+        np.random.default_rng(seed + 1).normal(0, 0.3, (window.num_evaluations, 16)),
+    )
 
     def evaluate(tokens, number):
         losses = chinchilla(tokens) + rows[number - 1] + rng.normal(0, 0.002, 16)
         return Evaluation(tuple(losses), (1.0,) * 16)
 
     numbers = range(1, window.num_evaluations + 1)
-    curves = [[evaluate(consumed + window.interval * n * (1 - share), n) for n in numbers] for share in wasted]
+    curves = [
+        [evaluate(consumed + window.interval * n * (1 - share), n) for n in numbers]
+        for share in wasted
+    ]
     return curves, evaluate(consumed, window.num_evaluations)
 
 
@@ -203,7 +235,9 @@ def test_a_short_window_of_a_long_run_decides_nothing():
 
     curve = [(n, chinchilla(n)) for n in np.linspace(1e9, consumed, 1000)]
     promising = samples_for_gain(curve, consumed)
-    assert chinchilla(consumed) - chinchilla(consumed + promising) == pytest.approx(0.02, rel=0.2)
+    assert chinchilla(consumed) - chinchilla(consumed + promising) == pytest.approx(
+        0.02, rel=0.2
+    )
     window = BranchWindow.of(4_000_000, (1, 2, 4, 8), None, promising=promising)
     covered = 0
     for seed in range(20):
@@ -211,12 +245,20 @@ def test_a_short_window_of_a_long_run_decides_nothing():
         found = judge(window, curves, checkpoint, None, consumed)
         assert found.decisive
         assert found.critical == 1
-        assert found.gain == pytest.approx(chinchilla(consumed) - chinchilla(consumed + window.samples), rel=0.15)
-        assert found.tolerance == pytest.approx(found.gain / 6, rel=0.07)  # the smoothed losses are half an evaluation behind
+        assert found.gain == pytest.approx(
+            chinchilla(consumed) - chinchilla(consumed + window.samples), rel=0.15
+        )
+        assert found.tolerance == pytest.approx(
+            found.gain / 6, rel=0.07
+        )  # the smoothed losses are half an evaluation behind
         for branch, share in zip(found.branches[1:], wasted[1:], strict=True):
             _, low, high = branch.token_overhead
             truth = share / (1 - share) if share < 1 else math.inf
-            covered += (math.inf if low is None else low) <= truth <= (math.inf if high is None else high)
+            covered += (
+                (math.inf if low is None else low)
+                <= truth
+                <= (math.inf if high is None else high)
+            )
     assert covered >= 0.85 * 3 * 20
 
 
@@ -225,18 +267,31 @@ def test_windows_that_contradict_each_other_are_shown():
     window = BranchWindow.of(8, (1, 2), 1600)
     number = window.num_evaluations
     losses = [3 - 0.1 * n / number for n in range(1, number + 1)]
-    later = [loss + (0.1 if n > -(-number // 2) else 0.0) for n, loss in enumerate(losses, start=1)]
-    curves = [[Evaluation((loss,), (1.0,)) for loss in curve] for curve in (losses, later)]
+    later = [
+        loss + (0.1 if n > -(-number // 2) else 0.0)
+        for n, loss in enumerate(losses, start=1)
+    ]
+    curves = [
+        [Evaluation((loss,), (1.0,)) for loss in curve] for curve in (losses, later)
+    ]
     found = judge(window, curves, Evaluation((3.0,), (1.0,)), None, 1000)
     assert (found.decisive, found.critical, found.earlier) == (True, 0, 1)
-    assert judge(window, [curves[0], curves[0]], Evaluation((3.0,), (1.0,)), None, 1000).earlier is None
+    assert (
+        judge(
+            window, [curves[0], curves[0]], Evaluation((3.0,), (1.0,)), None, 1000
+        ).earlier
+        is None
+    )
 
 
 def test_a_window_without_a_gain_decides_nothing():
     """A loss that rose, one that is not finite, and a curve that does not fall give no tolerance and no window."""
     window = BranchWindow.of(8, (1, 2), 1600)
     flat = [Evaluation((3.0, 3.1), (1.0, 1.0))] * window.num_evaluations
-    for checkpoint in (Evaluation((2.9, 3.0), (1.0, 1.0)), Evaluation((3.0, 3.1), (1.0, 1.0))):
+    for checkpoint in (
+        Evaluation((2.9, 3.0), (1.0, 1.0)),
+        Evaluation((3.0, 3.1), (1.0, 1.0)),
+    ):
         assert not judge(window, [flat, flat], checkpoint, None, 1000).decisive
     broken = [Evaluation((math.nan, 3.0), (1.0, 1.0))] * window.num_evaluations
     assert judge(window, [broken, flat], flat[0], 0.01, 1000).gain is None

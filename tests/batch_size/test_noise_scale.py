@@ -10,7 +10,11 @@ from rampup.batch_size.noise_scale import NoiseScale, measured_noise, noise_trac
 from rampup.errors import ConfigError
 
 # Gaussian linear regression with a known noise scale: loss (x'theta - y)^2 / 2 at a fixed distance from the optimum.
-H, DELTA, S2 = np.array([1, 0.8, 0.5, 0.3, 0.2, 0.1]), np.random.default_rng(5).normal(size=6) * 0.7, 0.25
+H, DELTA, S2 = (
+    np.array([1, 0.8, 0.5, 0.3, 0.2, 0.1]),
+    np.random.default_rng(5).normal(size=6) * 0.7,
+    0.25,
+)
 SQUARED_NORM = np.sum((H * DELTA) ** 2)
 # Sigma = H delta delta' H + (delta' H delta + s2) H.
 TRACE = SQUARED_NORM + (DELTA @ (H * DELTA) + S2) * H.sum()
@@ -49,16 +53,23 @@ def test_noise_scale_of_linear_regression_in_closed_form():
     small, big = weights.mean(), weights.mean() * J
     means = sums / weights[:, :, None]
     norm_small, norm_big = (means**2).sum(2).mean(), (means.mean(1) ** 2).sum(1).mean()
-    textbook = ((norm_small - norm_big) / (1 / small - 1 / big)) / ((big * norm_big - small * norm_small) / (big - small))
+    textbook = ((norm_small - norm_big) / (1 / small - 1 / big)) / (
+        (big * norm_big - small * norm_small) / (big - small)
+    )
     assert textbook / (TRACE / SQUARED_NORM) > 1.3
 
 
-@pytest.mark.parametrize(("tokens", "half_life"), [((1, 9), 2_500), pytest.param((10, 20), 8_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tokens", "half_life"),
+    [((1, 9), 2_500), pytest.param((10, 20), 8_000, marks=pytest.mark.slow)],
+)
 def test_noise_scale_interval_covers_the_truth(tokens, half_life):
     """The 90% interval has the truth in 87 to 93% of 500 runs, with blocks of few tokens and of many."""
     rng, runs, steps, J = np.random.default_rng(3), 500, 100, 8
     weights = rng.integers(*tokens, size=(runs * steps, J))
-    totals, trace, squared_norm = (x.reshape(runs, steps) for x in per_step(blocks(rng, weights), weights))
+    totals, trace, squared_norm = (
+        x.reshape(runs, steps) for x in per_step(blocks(rng, weights), weights)
+    )
     truth, covered = TRACE / SQUARED_NORM, 0
     for run in range(runs):
         noise = NoiseScale(half_life_samples=half_life)
@@ -82,7 +93,9 @@ FLAT, SKEWED = np.ones(50), 1 / np.arange(1, 51)
     ],
     ids=["flat, 8 times", "flat, 32 times", "skewed, 8 times", "skewed, 4 times twice"],
 )
-def test_noise_scale_interval_covers_the_truth_while_the_batch_grows(spectrum, schedule):
+def test_noise_scale_interval_covers_the_truth_while_the_batch_grows(
+    spectrum, schedule
+):
     """The 90% interval has the truth in 87 to 95% of 900 runs of each schedule, and in 86 to 96% of 300 at each noise scale."""
     runs, m, found = 300, 4, []
     for truth in (8, 32, 128):
@@ -98,8 +111,16 @@ def test_noise_scale_interval_covers_the_truth_while_the_batch_grows(spectrum, s
             squared_norm = (gradient**2).sum(2) - trace / W
             for s, g in zip(trace.tolist(), squared_norm.tolist(), strict=True):
                 for noise, *values in zip(noises, s, g, strict=True):
-                    noise.update(samples=W, weight=float(W), trace=values[0], squared_norm=values[1])
-        ends = [(noise.in_samples.low, noise.in_samples.high or math.inf) for noise in noises]
+                    noise.update(
+                        samples=W,
+                        weight=float(W),
+                        trace=values[0],
+                        squared_norm=values[1],
+                    )
+        ends = [
+            (noise.in_samples.low, noise.in_samples.high or math.inf)
+            for noise in noises
+        ]
         found.append(np.mean([low <= truth <= high for low, high in ends]))
     assert 0.86 <= min(found) <= max(found) <= 0.96, found
     assert 0.87 <= np.mean(found) <= 0.95, found
@@ -112,7 +133,12 @@ def test_noise_scale_says_at_least_if_the_gradient_cannot_be_told_from_zero():
     for _ in range(200):
         noise = NoiseScale(half_life_samples=1e9)
         for _ in range(50):
-            noise.update(samples=8, weight=8.0, trace=10 + rng.normal(), squared_norm=0.01 + 0.2 * rng.normal())
+            noise.update(
+                samples=8,
+                weight=8.0,
+                trace=10 + rng.normal(),
+                squared_norm=0.01 + 0.2 * rng.normal(),
+            )
         found = noise.tokens
         below += found.low <= 1000
         assert (found.value is None) == (found.high is None)
@@ -129,7 +155,11 @@ def test_noise_scale_counts_a_half_life_in_samples(size):
     assert str(noise.tokens) == "not known yet"
     for _ in range(100 // size):
         noise.update(samples=size, weight=0.0, trace=math.nan, squared_norm=math.nan)
-    assert (noise.total, noise.trace, noise.squared_norm) == (pytest.approx(0.5, rel=1e-12), 1.0, 1.0)
+    assert (noise.total, noise.trace, noise.squared_norm) == (
+        pytest.approx(0.5, rel=1e-12),
+        1.0,
+        1.0,
+    )
     for wrong in (0, -1, math.inf, math.nan):
         with pytest.raises(ConfigError, match="positive"):
             NoiseScale(half_life_samples=wrong)
@@ -141,20 +171,40 @@ def test_noise_scale_leaves_steps_out_that_are_not_finite():
     for _ in range(10):
         noise.update(samples=4, weight=8.0, trace=3.0, squared_norm=1.0)
     before = noise.state
-    for trace, weight in ((math.nan, 8.0), (math.inf, 8.0), (1.0, 0.0), (1.0, math.nan)):
+    for trace, weight in (
+        (math.nan, 8.0),
+        (math.inf, 8.0),
+        (1.0, 0.0),
+        (1.0, math.nan),
+    ):
         noise.update(samples=4, weight=weight, trace=trace, squared_norm=1.0)
     assert noise.state == before
     assert noise.samples_per_weight == 0.5
     assert noise.in_samples.value == noise.tokens.value / 2 == 1.5
     # Averages that went through JSON are the same bit for bit; those of another version have no interval.
-    assert NoiseScale.from_state(json.loads(json.dumps(before))) == NoiseScale.from_state(before)
-    assert NoiseScale.from_state({"half_life_samples": 77.0, "total": 9.0}) == NoiseScale(half_life_samples=77)
+    assert NoiseScale.from_state(
+        json.loads(json.dumps(before))
+    ) == NoiseScale.from_state(before)
+    assert NoiseScale.from_state(
+        {"half_life_samples": 77.0, "total": 9.0}
+    ) == NoiseScale(half_life_samples=77)
 
 
 def test_measured_noise_reads_values_and_lower_bounds():
     """Lines without a number do not count; a lower end without a value is a lower bound."""
     names = [f"noise_scale_samples{end}" for end in ("", "_low", "_high")]
-    measured = [(5.0, 4.0, 7.0), (None, None, None), (None, 0.0, None), (None, 9.0, None)]
-    lines = [{"step": step} | dict(zip(names, values, strict=True)) for step, values in enumerate(measured)]
-    found = [(line["step"], str(noise)) for line, noise in measured_noise([*lines, {"step": 4}])]
+    measured = [
+        (5.0, 4.0, 7.0),
+        (None, None, None),
+        (None, 0.0, None),
+        (None, 9.0, None),
+    ]
+    lines = [
+        {"step": step} | dict(zip(names, values, strict=True))
+        for step, values in enumerate(measured)
+    ]
+    found = [
+        (line["step"], str(noise))
+        for line, noise in measured_noise([*lines, {"step": 4}])
+    ]
     assert found == [(0, "5 (4 to 7)"), (3, "at least 9")]

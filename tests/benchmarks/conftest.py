@@ -11,8 +11,24 @@ import pytest
 collect_ignore_glob = [] if hasattr(optax, "microbatching") else ["test_*.py"]
 
 # Benchmark -> its file and function.
-BENCHES = {name: (name, "run") for name in ("ramp", "accumulate", "small", "pages", "data", "plan", "scale", "pipeline")}
-BENCHES |= {"transition": ("ramp", "run_transition"), "noise": ("accumulate", "run_noise"), "buffer": ("data", "run_buffer")}
+BENCHES = {
+    name: (name, "run")
+    for name in (
+        "ramp",
+        "accumulate",
+        "small",
+        "pages",
+        "data",
+        "plan",
+        "scale",
+        "pipeline",
+    )
+}
+BENCHES |= {
+    "transition": ("ramp", "run_transition"),
+    "noise": ("accumulate", "run_noise"),
+    "buffer": ("data", "run_buffer"),
+}
 
 
 @functools.cache
@@ -23,7 +39,9 @@ def _run(name):
         if name == "pipeline":  # the same table, whether MaxText is installed or not
             patch.setattr(importlib.metadata, "version", raise_not_found)
         run = getattr(importlib.import_module(module), function)
-        result = run(quick=True, on_row=lambda row, done, total: rows.append((row, done, total)))
+        result = run(
+            quick=True, on_row=lambda row, done, total: rows.append((row, done, total))
+        )
     return result, rows
 
 

@@ -15,7 +15,9 @@ from rampup.engine.mesh import make_mesh
 def test_rampup_reduces_once_for_any_number_of_microbatches(k):
     """A step reduces the bytes of one gradient, and none in a loop."""
     gradient = 4 * QUICK.model.num_parameters
-    found = build(RAMPUP, QUICK, k, make_mesh(devices=jax.devices()[:REDUCING_DEVICES])).reductions(k)
+    found = build(
+        RAMPUP, QUICK, k, make_mesh(devices=jax.devices()[:REDUCING_DEVICES])
+    ).reductions(k)
     assert found.in_loops == 0
     assert gradient <= found.num_bytes < gradient + 64
 
@@ -34,8 +36,14 @@ def test_baselines_reduce_once_per_microbatch(quick):
 @pytest.mark.bench
 def test_rampup_accesses_no_more_bytes_for_one_microbatch():
     """On one device it accesses the bytes of the hand-written step: no extra pass over the gradients."""
-    mesh, gradient = make_mesh(devices=jax.devices()[:1]), 4 * QUICK.model.num_parameters
-    rampup, plain = (build(name, QUICK, 1, mesh).executable.cost_analysis()["bytes accessed"] for name in (RAMPUP, PLAIN))
+    mesh, gradient = (
+        make_mesh(devices=jax.devices()[:1]),
+        4 * QUICK.model.num_parameters,
+    )
+    rampup, plain = (
+        build(name, QUICK, 1, mesh).executable.cost_analysis()["bytes accessed"]
+        for name in (RAMPUP, PLAIN)
+    )
     assert rampup < plain + gradient
 
 
@@ -46,21 +54,35 @@ def test_fastest_split_takes_the_least_time(monkeypatch):
 
     def turns(candidates, *, rounds):
         seen.append(sorted(candidates))
-        return {name: Seconds(all=(abs(int(name) - 2.0),) * rounds) for name in candidates}
+        return {
+            name: Seconds(all=(abs(int(name) - 2.0),) * rounds) for name in candidates
+        }
 
     monkeypatch.setattr(accumulate, "take_turns", turns)
     mesh = make_mesh(devices=jax.devices()[:1])
     problem, k = accumulate.fastest_split(QUICK, 4, mesh)
     assert (problem.rows, k) == (2 * QUICK.rows, 2)
     assert seen == [["1", "2", "4"]]
-    trained = [build(name, *cut, mesh).step() for name, cut in ((TUNED, (problem, k)), (RAMPUP, (QUICK, 4)))]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *trained)
+    trained = [
+        build(name, *cut, mesh).step()
+        for name, cut in ((TUNED, (problem, k)), (RAMPUP, (QUICK, 4)))
+    ]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *trained
+    )
 
 
 @pytest.mark.bench
 def test_systems_reach_the_same_parameters():
     """After three steps on the same rows, rampup, the hand-written step and optax.microbatching have the same parameters."""
-    systems = [build(name, QUICK, 2, make_mesh(devices=jax.devices()[:1])) for name in (RAMPUP, PLAIN, MICROBATCHING)]
+    systems = [
+        build(name, QUICK, 2, make_mesh(devices=jax.devices()[:1]))
+        for name in (RAMPUP, PLAIN, MICROBATCHING)
+    ]
     ours, *others = ([system.step() for _ in range(3)][-1] for system in systems)
     for theirs in others:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), theirs, ours)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+            theirs,
+            ours,
+        )

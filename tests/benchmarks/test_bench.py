@@ -39,21 +39,33 @@ def test_bench_has_a_complete_table(bench_run):
 def test_a_file_of_benchmarks_is_a_program():
     """It prints the table in Markdown, and names its benchmarks if asked for another one."""
     command = [sys.executable, str(FOLDER / "plan.py"), "--quick"]
-    assert "| step -> batch size |" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    refused = subprocess.run([*command, "speed"], check=False, capture_output=True, text=True)
+    assert (
+        "| step -> batch size |"
+        in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
+    refused = subprocess.run(
+        [*command, "speed"], check=False, capture_output=True, text=True
+    )
     assert refused.returncode == 2
     assert "unknown benchmark 'speed'; choose from plan" in refused.stderr
 
 
 RESULT = BenchResult(
-    name="demo", title="a < b", rows=[{"system": "x|y", "ms": 1.23456, "n": 12345, "ok": True, "none": None}], notes=["n & m"]
+    name="demo",
+    title="a < b",
+    rows=[{"system": "x|y", "ms": 1.23456, "n": 12345, "ok": True, "none": None}],
+    notes=["n & m"],
 )
 
 
 def test_take_turns_rotates_and_drops_the_warm_up():
     """Each candidate runs once a round, the order rotates, and the warm-up is not counted."""
     order = []
-    times = take_turns({name: lambda name=name: order.append(name) for name in "abc"}, rounds=2, warm_up=1)
+    times = take_turns(
+        {name: lambda name=name: order.append(name) for name in "abc"},
+        rounds=2,
+        warm_up=1,
+    )
     assert "".join(order) == "abcbcacab"
     assert [len(times[name].all) for name in "abc"] == [2, 2, 2]
     seconds = Seconds(all=(1.0, 2.0, 3.0, 4.0, 5.0))
@@ -86,17 +98,26 @@ def test_buffer_bench_moves_only_the_rows_of_the_phase(quick):
     per_microbatch = rows[0]["rows_bytes"]
     for number, row in enumerate(rows, start=1):
         assert row["rows_bytes"] == number * per_microbatch
-        assert row["rows_bytes"] <= row["chunks_bytes"] < row["rows_bytes"] + per_microbatch
+        assert (
+            row["rows_bytes"]
+            <= row["chunks_bytes"]
+            < row["rows_bytes"] + per_microbatch
+        )
         assert row["ours_bytes"] == row["padded_bytes"] == 8 * per_microbatch
     assert len({row["program_bytes"] for row in rows}) == 1
-    assert all(row["ours_ms"] > 0 and row["padded_ms"] > 0 and row["rows_ms"] > 0 for row in rows)
+    assert all(
+        row["ours_ms"] > 0 and row["padded_ms"] > 0 and row["rows_ms"] > 0
+        for row in rows
+    )
 
 
 @pytest.mark.bench
 @pytest.mark.skipif(not on_offer(), reason="the kernel offers no huge pages")
 def test_huge_pages_have_fewer_faults():
     """A step of the 1 M model has a fraction of the page faults. With little free memory, the kernel grants only some pages."""
-    huge, small = (run_process(huge=huge, quick=False)["faults"] for huge in (True, False))
+    huge, small = (
+        run_process(huge=huge, quick=False)["faults"] for huge in (True, False)
+    )
     assert huge["1"] < small["1"] / 5
 
 
@@ -112,7 +133,10 @@ def test_two_processes_train_as_one():
 @pytest.mark.bench
 def test_run_processes_reports_a_failure():
     """The error of a process is in the message."""
-    with pytest.raises(RuntimeError, match=r"(?s)process 0 of 3 failed:.*8 devices cannot be shared by 3 processes"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)process 0 of 3 failed:.*8 devices cannot be shared by 3 processes",
+    ):
         run_processes(3, 1, quick=True)
 
 
@@ -128,13 +152,20 @@ def test_planning_rows_have_one_shape_or_one_per_phase():
 @pytest.mark.slow
 def test_a_ramp_saves_hours_only_where_a_larger_batch_is_faster():
     """Steps in proportion to the batch leave nothing to a ramp; a constant part of them makes larger batches and a ramp pay."""
-    same = topology.hours_row("1B", 64, {rows: 0.1 * rows for rows in topology.CHIP_ROWS})
+    same = topology.hours_row(
+        "1B", 64, {rows: 0.1 * rows for rows in topology.CHIP_ROWS}
+    )
     # 20 billion tokens at 655,360 tokens a second are 8.48 hours, and some percent more for the noise.
     assert (same["small"], same["fastest"]) == ("65,536: 8.71", "65,536: 8.71")
     # 1.17 * 20% more at the end, as the batch is the next doubling of 896,000 tokens, and 1 / (1 - 0.47) times that on average.
     assert same["large"] == "1,048,576: 12.2"
     assert (same["ramp"], same["saved"]) == ("65,536 to 65,536: 8.71", "0.0% to 0.0%")
-    found = topology.hours_row("1B", 64, {rows: 0.1 * (rows + 1) for rows in topology.CHIP_ROWS})
-    hours = {name: float(found[name].split()[-1]) for name in ("small", "large", "fastest", "ramp")}
+    found = topology.hours_row(
+        "1B", 64, {rows: 0.1 * (rows + 1) for rows in topology.CHIP_ROWS}
+    )
+    hours = {
+        name: float(found[name].split()[-1])
+        for name in ("small", "large", "fastest", "ramp")
+    }
     assert found["ramp"].startswith("65,536 to 5")
     assert hours["ramp"] < hours["fastest"] < min(hours["large"], hours["small"])

@@ -31,8 +31,12 @@ ENTRY %main (x: f32[]) -> f32[] {
 def test_all_reduces_multiplies_by_the_iterations():
     """One in a loop of five in a loop of three is executed fifteen times; in_loops counts each once."""
     inner, branch, outside = 2 * 3 * 4 + 4 * 2, 4, 7
-    assert all_reduces(HLO, unknown_trips=3) == Reductions(15 + 3 + 1, 15 * inner + 3 * branch + outside, 2)
-    assert all_reduces(HLO, unknown_trips=3).times(2) == Reductions(38, 2 * (15 * inner + 3 * branch + outside), 2)
+    assert all_reduces(HLO, unknown_trips=3) == Reductions(
+        15 + 3 + 1, 15 * inner + 3 * branch + outside, 2
+    )
+    assert all_reduces(HLO, unknown_trips=3).times(2) == Reductions(
+        38, 2 * (15 * inner + 3 * branch + outside), 2
+    )
 
 
 PIPELINE_HLO = """
@@ -71,6 +75,8 @@ ENTRY %main (x: f32[]) -> f32[] {
 
 def test_pipeline_loops_counts_loops_that_permute():
     """Loops count if they, or computations that they call, permute; a loop around one and other loops do not count."""
-    assert pipeline_loops(PIPELINE_HLO) == Loops(iterations=5 + 7, permutes=1 + 2, matmuls=1 + 1)
+    assert pipeline_loops(PIPELINE_HLO) == Loops(
+        iterations=5 + 7, permutes=1 + 2, matmuls=1 + 1
+    )
     unknown = PIPELINE_HLO.replace('"known_trip_count":{"n":"7"}', "")
     assert pipeline_loops(unknown) == Loops(iterations=None, permutes=3, matmuls=2)

@@ -22,7 +22,9 @@ BASE = str(ROOT / "configs" / "base.yml")
 RL = str(ROOT / "configs" / "rl.yml")
 GPT3 = str(ROOT / "configs" / "gpt3_175b.yml")
 PALM = str(ROOT / "configs" / "palm_540b.yml")
-TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
+TRAINED = command_line(
+    TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8}
+)
 
 # Commands, each with the key that its error names.
 REFUSED = {
@@ -99,8 +101,15 @@ def test_help_and_version(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("rampup ")
     assert max(map(len, lines)) <= 80
-    assert [line for line in lines if line.endswith(":")] == ["run:", "look:", "choose sizes:", "other systems:"]
-    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(COMMANDS)
+    assert [line for line in lines if line.endswith(":")] == [
+        "run:",
+        "look:",
+        "choose sizes:",
+        "other systems:",
+    ]
+    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(
+        COMMANDS
+    )
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == lines[1:]
     for name in COMMANDS:
@@ -120,12 +129,24 @@ def test_rows_names_every_row(capsys):
 
 
 # On two fake devices, in a process of its own.
-TRAIN = [sys.executable, "-m", "rampup", "train", BASE, *TRAINED, "--fake-devices", "2", "--json"]
+TRAIN = [
+    sys.executable,
+    "-m",
+    "rampup",
+    "train",
+    BASE,
+    *TRAINED,
+    "--fake-devices",
+    "2",
+    "--json",
+]
 
 
 def finished(*arguments):
     """Run to the end; return the summary and what was on standard error."""
-    result = subprocess.run([*TRAIN, *arguments], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [*TRAIN, *arguments], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), result.stderr
 
@@ -143,16 +164,23 @@ def test_train_json(uninterrupted):
     summary, lines, log = uninterrupted
     assert tuple(summary) == JSON_KEYS
     assert (summary["steps"], summary["num_compilations"]) == (40, 1)
-    assert (summary["final_loss"], summary["consumed_samples"]) == (lines[-1]["loss"], lines[-1]["consumed_samples"])
+    assert (summary["final_loss"], summary["consumed_samples"]) == (
+        lines[-1]["loss"],
+        lines[-1]["consumed_samples"],
+    )
     assert Path(summary["checkpoint"]).is_dir()
     assert "phase 2 from step" in log
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact resume."""
     where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
-    process = subprocess.Popen([*TRAIN, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*TRAIN, *where], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     metrics, deadline = tmp_path / "stopped" / "metrics.jsonl", time.monotonic() + 200
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5):
         assert process.poll() is None, process.communicate()[1]
@@ -168,13 +196,21 @@ def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     assert metrics_of(tmp_path / "stopped") == uninterrupted[1]
 
 
-def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(tmp_path, monkeypatch):
+def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(
+    tmp_path, monkeypatch
+):
     """From where `base_output_directory` finds the run it stays as it is; from elsewhere it is not relative to that place."""
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    (tmp_path / "runs" / "a" / "config.yml").write_text("base_config: base.yml\nbase_output_directory: runs\nrun_name: old\n")
+    (tmp_path / "runs" / "a" / "config.yml").write_text(
+        "base_config: base.yml\nbase_output_directory: runs\nrun_name: old\n"
+    )
     absolute = str(tmp_path / "runs")
-    for start, folder, wanted in ((".", "runs/a", "runs"), ("other", "../runs/a", absolute), ("runs/a", ".", absolute)):
+    for start, folder, wanted in (
+        (".", "runs/a", "runs"),
+        ("other", "../runs/a", absolute),
+        ("runs/a", ".", absolute),
+    ):
         monkeypatch.chdir(tmp_path / start)
         config = _read_config(SimpleNamespace(config=folder, overrides=[]))
         assert (config.base_output_directory, config.run_name) == (wanted, "a")
@@ -184,10 +220,18 @@ def test_train_on_a_finished_run_does_nothing(uninterrupted):
     """Started again, a finished run exits 0 at once and prints its summary."""
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     settings = (folder / "config.yml").read_bytes()
-    summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}", "log_period=7")
+    summary, log = finished(
+        f"base_output_directory={folder.parent}",
+        f"run_name={folder.name}",
+        "log_period=7",
+    )
     assert "is finished: nothing to do; a larger steps trains longer" in log
     assert (folder / "config.yml").read_bytes() == settings
-    changed = {"num_compilations": 0, "tokens_per_second": None, "seconds": summary["seconds"]}
+    changed = {
+        "num_compilations": 0,
+        "tokens_per_second": None,
+        "seconds": summary["seconds"],
+    }
     assert summary == uninterrupted[0] | changed
 
 
@@ -205,16 +249,40 @@ def test_closed_pipe_exits_141():
     script = f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml --all | head -1; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert result.stderr == ""
-    assert result.stdout.splitlines()[1] in ("141", "0")  # 0 if everything fit into the pipe before it was closed
+    assert result.stdout.splitlines()[1] in (
+        "141",
+        "0",
+    )  # 0 if everything fit into the pipe before it was closed
 
 
 def test_timetable(capsys, tmp_path):
     """The object has the names of the contract; without --json the picture and the totals are printed, and -o draws it."""
     code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
-    assert (code, table["schedule"], table["num_ticks"], len(table["table"])) == (0, "1f1b", 33, 4 * 8 * 2)
-    _, table = run_json(capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2")
-    assert (table["schedule"], table["peak_live_microbatches"][0]) == ("interleaved", 5.5)
-    assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(tmp_path / "picture.svg")]) == 0
+    assert (code, table["schedule"], table["num_ticks"], len(table["table"])) == (
+        0,
+        "1f1b",
+        33,
+        4 * 8 * 2,
+    )
+    _, table = run_json(
+        capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2"
+    )
+    assert (table["schedule"], table["peak_live_microbatches"][0]) == (
+        "interleaved",
+        5.5,
+    )
+    assert (
+        main(
+            [
+                "timetable",
+                "--stages=2",
+                "--microbatches=3",
+                "-o",
+                str(tmp_path / "picture.svg"),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
     assert "0.2500 = 1/4" in printed
@@ -226,7 +294,12 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
     monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
     code, plan = run_json(capsys, "plan", RL, "num_prompts=100", "--devices", "4")
     assert code == 0
-    names = ("samples_per_step", "optimizer_steps", "weight_syncs", "accumulation_steps")
+    names = (
+        "samples_per_step",
+        "optimizer_steps",
+        "weight_syncs",
+        "accumulation_steps",
+    )
     assert [plan[name] for name in names] == [256, 6, 3, 2]
     assert any("4 prompts" in note for note in plan["notes"])
     assert main(["plan", RL, "num_devices=4"]) == 0
@@ -244,11 +317,17 @@ def test_suggest_as_text(capsys):
 def test_check_takes_devices(capsys, tmp_path):
     """`--devices N` is the setting of the system for them; a system without such a setting refuses it."""
     file = tmp_path / "a.yml"
-    file.write_text("per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n")
+    file.write_text(
+        "per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n"
+    )
     found = run_json(capsys, "check", "--from", "maxtext", str(file), "--devices", "8")
-    assert found == run_json(capsys, "check", "--from", "maxtext", str(file), "num_devices=8")
+    assert found == run_json(
+        capsys, "check", "--from", "maxtext", str(file), "num_devices=8"
+    )
     assert "num_devices=8" in found[1]["violations"][0]["message"]
-    code, error = run_json(capsys, "check", "--from", "verl", str(file), "--devices", "8")
+    code, error = run_json(
+        capsys, "check", "--from", "verl", str(file), "--devices", "8"
+    )
     assert (code, error["error"]["key"]) == (2, "devices")
 
 
@@ -256,13 +335,21 @@ def test_check_takes_devices(capsys, tmp_path):
 def test_train_restart_compiles_nothing(tmp_path):
     """A second process finds every program of the first in the compilation cache."""
     cache, found = tmp_path / "cache", []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    settings = [f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}", "learning_rate_schedule_steps=6"]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("JAX_")
+    }
+    settings = [
+        f"base_output_directory={tmp_path}",
+        f"jax_cache_dir={cache}",
+        "learning_rate_schedule_steps=6",
+    ]
     train = [text for text in TRAIN if not text.startswith("steps=")]
     for steps in (3, 6):
         command = [*train, "run_name=run", f"steps={steps}", *settings]
         subprocess.run(command, check=True, capture_output=True, env=environment)
-        found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
+        found.append(
+            {path.name for path in cache.iterdir() if path.name.endswith("-cache")}
+        )
     assert any("jit_fused" in name for name in found[0])
     assert not [name for name in found[1] - found[0] if "jit_fused" in name]
 
@@ -272,7 +359,9 @@ def test_plot_draws_each_kind(capsys, tmp_path):
     settings = ["ici_pipeline_parallelism=4", "per_device_batch_size=8", "--devices=8"]
     for kind in ("batch", "rate", "timetable"):
         file = tmp_path / f"{kind}.svg"
-        found = run_json(capsys, "plot", BASE, *settings, "--kind", kind, "-o", str(file))
+        found = run_json(
+            capsys, "plot", BASE, *settings, "--kind", kind, "-o", str(file)
+        )
         assert found == (0, {"kind": kind, "output": str(file)})
         assert "<svg" in file.read_text()
 
@@ -281,7 +370,10 @@ def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
     """From a run folder alone: its metrics as a picture, and with its plan as a page."""
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     picture, page = tmp_path / "picture.png", tmp_path / "page.html"
-    assert main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"]) == 0
+    assert (
+        main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"])
+        == 0
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"wrote {picture}" in capsys.readouterr().out
     assert main(["plot", str(folder), "--kind", "batch", "-o", str(picture)]) == 0
@@ -302,54 +394,124 @@ def run_text(capsys, monkeypatch, *arguments, width=80):
 @pytest.mark.parametrize("width", [80, 200])
 def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width):
     """Every phase of both plans with complete numbers, and a mark on the phases that differ."""
-    text = run_text(capsys, monkeypatch, "plan", GPT3, "--diff", PALM, "--all", width=width)
+    text = run_text(
+        capsys, monkeypatch, "plan", GPT3, "--diff", PALM, "--all", width=width
+    )
     _, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
     for plan in (both["a"], both["b"]):
         for phase in plan["phases"]:
-            assert all(f"{phase[name]:,}" in text for name in ("start_step", "start_sample", "global_batch_size"))
+            assert all(
+                f"{phase[name]:,}" in text
+                for name in ("start_step", "start_sample", "global_batch_size")
+            )
     assert max(map(len, text.splitlines())) <= width
     # Settings apply to the first plan, and devices to both.
-    command = ["plan", BASE, "steps=7", "base_output_directory=:100:", "--diff", BASE, "--devices", "2"]
+    command = [
+        "plan",
+        BASE,
+        "steps=7",
+        "base_output_directory=:100:",
+        "--diff",
+        BASE,
+        "--devices",
+        "2",
+    ]
     _, both = run_json(capsys, *command)
-    assert both["changed_keys"] == {"steps": {"a": 7, "b": 1000}, "base_output_directory": {"a": ":100:", "b": "runs"}}
+    assert both["changed_keys"] == {
+        "steps": {"a": 7, "b": 1000},
+        "base_output_directory": {"a": ":100:", "b": "runs"},
+    }
     assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
     assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
     same = run_text(capsys, monkeypatch, *command, width=width)
-    marked = [line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")]
+    marked = [
+        line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")
+    ]
     assert marked == ["total_steps", "consumed_samples"]
     assert ":100:" in same  # and no emoji
-    assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
+    assert "all keys are the same" in run_text(
+        capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2"
+    )
 
 
 def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     """The plan, and with it the meaning of the budget: exact integers, and hours from a throughput."""
     _, plan = run_json(capsys, "plan", GPT3)
-    code, result = run_json(capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M")
+    code, result = run_json(
+        capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M"
+    )
     budget = result.pop("budget")
     assert code == 0
     assert result == plan
     assert (budget["steps"], budget["tokens_per_second"]) == (111_355, 1_500_000)
     assert budget["hours"] == pytest.approx(300_000_935_936 / 1.5e6 / 3600)
-    assert "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
+    assert (
+        "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
+    )
     # In words, it says which constant batch is meant: fewer steps than the first, more than the last.
-    text = " ".join(run_text(capsys, monkeypatch, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1e6").split())
-    assert "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)" in text
-    assert "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes 15,987 more (16.8%)" in text
+    text = " ".join(
+        run_text(
+            capsys,
+            monkeypatch,
+            "plan",
+            GPT3,
+            "--budget",
+            "300B",
+            "--tokens-per-second",
+            "1e6",
+        ).split()
+    )
+    assert (
+        "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)"
+        in text
+    )
+    assert (
+        "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes 15,987 more (16.8%)"
+        in text
+    )
     assert "83.33 hours = 3.5 days at 1,000,000 tokens/s on average" in text
     assert "this configuration" not in text
-    constant = [BASE, "enable_rampup_batch_size=false", "--devices", "4", "--budget", "10M"]
+    constant = [
+        BASE,
+        "enable_rampup_batch_size=false",
+        "--devices",
+        "4",
+        "--budget",
+        "10M",
+    ]
     text = " ".join(run_text(capsys, monkeypatch, "plan", *constant).split())
     assert "the batch is the same throughout" in text
-    assert "steps=1,000 consumes 4,096,000 tokens; for the budget set steps=2442" in text
+    assert (
+        "steps=1,000 consumes 4,096,000 tokens; for the budget set steps=2442" in text
+    )
 
 
 def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     """The throughput of each batch size comes from a run's metrics; sizes without any are counted."""
-    lines = [{"step": n, "global_batch_size": 8 * (1 + n // 3), "tokens_per_second": 1000.0 * (1 + n // 3)} for n in range(6)]
+    lines = [
+        {
+            "step": n,
+            "global_batch_size": 8 * (1 + n // 3),
+            "tokens_per_second": 1000.0 * (1 + n // 3),
+        }
+        for n in range(6)
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    arguments = ["plan", BASE, "--devices", "4", "--budget", "10M", "--measured", str(tmp_path)]
+    arguments = [
+        "plan",
+        BASE,
+        "--devices",
+        "4",
+        "--budget",
+        "10M",
+        "--measured",
+        str(tmp_path),
+    ]
     _, result = run_json(capsys, *arguments)
-    spent = {int(size): steps * int(size) * 128 for size, steps in result["budget"]["steps_by_global_batch_size"].items()}
+    spent = {
+        int(size): steps * int(size) * 128
+        for size, steps in result["budget"]["steps_by_global_batch_size"].items()
+    }
     seconds = spent[8] / 1000 + (spent[16] + spent[24] + spent[32]) / 2000
     assert result["budget"]["hours"] == pytest.approx(seconds / 3600)
     assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
@@ -358,17 +520,33 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
 def test_fix_prints_a_patch_and_writes_the_file(capsys, tmp_path):
     """Without --write the file stays, and a patch with remarks is printed; with it the file is legal, and nothing is left."""
     file = tmp_path / "run.yml"
-    file.write_text(before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
+    file.write_text(
+        before := "base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n"
+    )
     assert main(["fix", str(file), "--devices", "4"]) == 0
     out = capsys.readouterr().out
     assert "# steps: 0 -> 1 " in out
-    assert "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n" in out
+    assert (
+        "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n"
+        in out
+    )
     assert file.read_text() == before
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
-    assert (code, result["written"], result["legal"], len(result["changes"])) == (0, True, False, 2)
-    assert file.read_text() == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
+    assert (code, result["written"], result["legal"], len(result["changes"])) == (
+        0,
+        True,
+        False,
+        2,
+    )
+    assert (
+        file.read_text()
+        == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
+    )
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
-    assert (code, result) == (0, {"legal": True, "problems": [], "changes": [], "patch": "", "written": False})
+    assert (code, result) == (
+        0,
+        {"legal": True, "problems": [], "changes": [], "patch": "", "written": False},
+    )
     assert main(["fix", str(file), "--devices", "4"]) == 0
     assert "is legal: nothing to fix" in capsys.readouterr().out
 
@@ -385,7 +563,9 @@ def test_fix_writes_only_the_user_s_file(capsys, tmp_path, monkeypatch):
     (tmp_path / "run.yml").write_text("base_config: bas.yml\nlog_period: 3\n")
     (tmp_path / "own" / "base.yml").write_text("steps: 5\n")
     assert main(["fix", "run.yml", "--devices", "4", "--write"]) == 0
-    assert (tmp_path / "run.yml").read_text() == "base_config: base.yml\nlog_period: 3\n"
+    assert (
+        tmp_path / "run.yml"
+    ).read_text() == "base_config: base.yml\nlog_period: 3\n"
 
 
 def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
@@ -393,8 +573,12 @@ def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
     _, explained = run_json(capsys, "explain", "enable_rampup_batch_size")
     text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")
     assert all(name in text for name in explained["interacts"])
-    assert "default true MaxText enable_rampup_batch_size, default false" in " ".join(text.split())
-    assert "has no such key; it does steps" in run_text(capsys, monkeypatch, "explain", "learning_rate_clock")
+    assert "default true MaxText enable_rampup_batch_size, default false" in " ".join(
+        text.split()
+    )
+    assert "has no such key; it does steps" in run_text(
+        capsys, monkeypatch, "explain", "learning_rate_clock"
+    )
     assert "unit" not in run_text(capsys, monkeypatch, "explain", "run_name")
     text = run_text(capsys, monkeypatch, "explain", "topology")
     assert {"v5litepod-256", "tpu7x:8x8x16", "tpu7x-2048"} <= set(text.split())

@@ -23,9 +23,13 @@ print("continues")
 
 def starts(**environ):
     """Return what a process with these variables prints that asks for large pages where they are on offer."""
-    others = {name: value for name, value in os.environ.items() if name != common.VARIABLE}
+    others = {
+        name: value for name, value in os.environ.items() if name != common.VARIABLE
+    }
     command = [sys.executable, "-c", CODE, "a b", "--c"]
-    return subprocess.run(command, env=others | environ, check=True, capture_output=True, text=True).stdout.splitlines()
+    return subprocess.run(
+        command, env=others | environ, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
 
 
 def test_enable_huge_pages_re_executes_once():
@@ -33,10 +37,16 @@ def test_enable_huge_pages_re_executes_once():
     first, second, last = starts(GLIBC_TUNABLES="glibc.malloc.check=0")
     number, rest = first.split(" ", 1)
     assert rest == "['a b', '--c'] glibc.malloc.check=0"
-    assert second == f"{number} ['a b', '--c'] glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    assert (
+        second == f"{number} ['a b', '--c'] glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    )
     assert last == "continues"
     assert starts()[1].endswith("] glibc.malloc.hugetlb=1")
-    assert len(starts(RAMPUP_HUGE_PAGES="0")) == len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")) == 2
+    assert (
+        len(starts(RAMPUP_HUGE_PAGES="0"))
+        == len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0"))
+        == 2
+    )
 
 
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path):
@@ -44,7 +54,10 @@ def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path):
     monkeypatch.setattr(common, "KERNEL", tmp_path / "enabled")
     monkeypatch.setattr(common.platform, "libc_ver", lambda: ("glibc", "2.36"))
     assert not common.on_offer()
-    for kernel, offered in (("[always] madvise never", False), ("always [madvise] never", True)):
+    for kernel, offered in (
+        ("[always] madvise never", False),
+        ("always [madvise] never", True),
+    ):
         (tmp_path / "enabled").write_text(kernel)
         assert common.on_offer() is offered
     for libc in (("glibc", "2.34"), ("", "")):
@@ -62,7 +75,9 @@ def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path):
         (False, ["vfio/vfio", "accel/accel0"], False),
     ],
 )
-def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, has_plugin, files, accelerators):
+def test_has_accelerators_needs_a_plugin_or_a_chip(
+    monkeypatch, tmp_path, has_plugin, files, accelerators
+):
     """Installed libtpu without a TPU is no accelerator, and none counts if JAX is restricted to the CPU."""
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -77,7 +92,12 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, has_pl
 
 @pytest.mark.parametrize(
     ("argv", "words", "asked"),
-    [(["train", "--help"], None, 1), (["plan", "--help"], None, 0), ([], None, 0), ([], ["train", "--help"], 0)],
+    [
+        (["train", "--help"], None, 1),
+        (["plan", "--help"], None, 0),
+        ([], None, 0),
+        ([], ["train", "--help"], 0),
+    ],
 )
 def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
     """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""

@@ -9,21 +9,40 @@ from rampup import Config, build_plan
 from rampup.config import resume
 from rampup.config.build import plan_or_first_error
 from rampup.config.resume import plan_to_resume, possible_devices
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, ResumeMismatchError
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    PipelineShapeError,
+    RampupError,
+    ResumeMismatchError,
+)
 
 
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
     """Half a sample per device is legal if two devices share a sample, and refused otherwise."""
-    keys = {"per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5, "per_device_batch_size": 2}
+    keys = {
+        "per_device_batch_size_start": 0.5,
+        "per_device_batch_size_increment": 0.5,
+        "per_device_batch_size": 2,
+    }
     keys |= {"enable_rampup_batch_size": True, "global_rampup_samples": 500}
-    assert build_plan(Config(**keys, ici_tensor_parallelism=2), 8).ramp.sizes == (4, 8, 12, 16)
+    assert build_plan(Config(**keys, ici_tensor_parallelism=2), 8).ramp.sizes == (
+        4,
+        8,
+        12,
+        16,
+    )
     with pytest.raises(BatchDivisibilityError, match="data_parallel_size = 8"):
         build_plan(Config(**keys), 8)
 
 
 def test_build_plan_reports_all_problems_at_once():
     """Layers, pipeline microbatches and batch are all named."""
-    bad = {"base_num_decoder_layers": 7, "num_pipeline_microbatches": 3, "per_device_batch_size": 0.3}
+    bad = {
+        "base_num_decoder_layers": 7,
+        "num_pipeline_microbatches": 3,
+        "per_device_batch_size": 0.3,
+    }
     with pytest.raises(RampupError, match="3 problems") as caught:
         build_plan(Config(**bad, ici_pipeline_parallelism=2), 8)
     assert [problem.key for problem in caught.value.problems] == list(bad)
@@ -34,9 +53,21 @@ def test_build_plan_reports_all_problems_at_once():
     [
         ({"microbatch_size": 5}, BatchDivisibilityError, "microbatch_size"),
         ({"ici_tensor_parallelism": 3}, BatchDivisibilityError, "num_devices"),
-        ({"num_pipeline_microbatches": 3}, PipelineShapeError, "num_pipeline_microbatches"),
-        ({"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6}, PipelineShapeError, "num_pipeline_microbatches"),
-        ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 6}, PipelineShapeError, "base_num_decoder_layers"),
+        (
+            {"num_pipeline_microbatches": 3},
+            PipelineShapeError,
+            "num_pipeline_microbatches",
+        ),
+        (
+            {"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6},
+            PipelineShapeError,
+            "num_pipeline_microbatches",
+        ),
+        (
+            {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 6},
+            PipelineShapeError,
+            "base_num_decoder_layers",
+        ),
     ],
 )
 def test_build_plan_error_names_the_key(keys, error, key):
@@ -48,41 +79,81 @@ def test_build_plan_error_names_the_key(keys, error, key):
 
 def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
     """Every threshold in the wrong order, every size that does not divide and every bad entry are in one list."""
-    schedule = {"batch_size_schedule": "0:16 500:24 400:50 300:64", "microbatch_size": 8}
+    schedule = {
+        "batch_size_schedule": "0:16 500:24 400:50 300:64",
+        "microbatch_size": 8,
+    }
     with pytest.raises(RampupError) as caught:
         build_plan(Config(**schedule), 8)
     texts = list(map(str, caught.value.problems))
-    assert ["400 samples comes after 500" in texts[0], "300 samples comes after 400" in texts[1]] == [True, True]
+    assert [
+        "400 samples comes after 500" in texts[0],
+        "300 samples comes after 400" in texts[1],
+    ] == [True, True]
     assert [problem.value for problem in caught.value.problems[2:]] == [16, 24, 50]
-    assert all(problem.alternatives == {"microbatch_size": (1,)} for problem in caught.value.problems[2:])
+    assert all(
+        problem.alternatives == {"microbatch_size": (1,)}
+        for problem in caught.value.problems[2:]
+    )
     with pytest.raises(RampupError, match="2 problems"):
         build_plan(Config(batch_size_schedule="0:16 500 x:24"), 8)
 
 
 def test_build_plan_says_what_a_refused_mesh_hides():
     """Without a mesh no batch size can be checked; an evaluation batch of its own is in the list of the ramp's problems."""
-    mesh = {"ici_tensor_parallelism": 3, "per_device_batch_size": 15.5, "enable_rampup_batch_size": False}
-    with pytest.raises(RampupError, match="the batch sizes are checked again once the mesh is legal") as caught:
-        build_plan(Config(**mesh, sources={"ici_tensor_parallelism": "command line", "num_devices": "a.yml:3"}), 8)
+    mesh = {
+        "ici_tensor_parallelism": 3,
+        "per_device_batch_size": 15.5,
+        "enable_rampup_batch_size": False,
+    }
+    with pytest.raises(
+        RampupError, match="the batch sizes are checked again once the mesh is legal"
+    ) as caught:
+        build_plan(
+            Config(
+                **mesh,
+                sources={
+                    "ici_tensor_parallelism": "command line",
+                    "num_devices": "a.yml:3",
+                },
+            ),
+            8,
+        )
     assert "[ici_tensor_parallelism: command line]" in str(caught.value)
     with pytest.raises(RampupError) as caught:
         build_plan(Config(batch_size_schedule="0:9", eval_per_device_batch_size=0.3), 8)
-    assert [problem.key for problem in caught.value.problems] == ["batch_size_schedule", "eval_per_device_batch_size"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "batch_size_schedule",
+        "eval_per_device_batch_size",
+    ]
 
 
 def test_build_plan_checks_sizes_that_no_step_reaches():
     """With the offered size, a step would reach them. They do not matter if all other sizes are legal."""
     with pytest.raises(RampupError) as caught:
         build_plan(Config(batch_size_schedule="0:65 1:1 50:2 65:64 500:8"), 2)
-    assert [(problem.value, problem.nearest) for problem in caught.value.problems] == [(65, (64, 66)), (1, (2,))]
+    assert [(problem.value, problem.nearest) for problem in caught.value.problems] == [
+        (65, (64, 66)),
+        (1, (2,)),
+    ]
     assert "from sample 1, jumped over" in str(caught.value)
-    assert build_plan(Config(batch_size_schedule="0:64 1:1 64:8"), 2).ramp.sizes == (64, 8)
+    assert build_plan(Config(batch_size_schedule="0:64 1:1 64:8"), 2).ramp.sizes == (
+        64,
+        8,
+    )
 
 
 def test_build_plan_offers_only_values_that_a_file_can_have():
     """A legal number of devices that exceeds the limit of the key is not offered."""
-    with pytest.raises(BatchDivisibilityError, match="num_devices=1 must be a multiple") as caught:
-        build_plan(Config(dcn_context_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1), 1)
+    with pytest.raises(
+        BatchDivisibilityError, match="num_devices=1 must be a multiple"
+    ) as caught:
+        build_plan(
+            Config(
+                dcn_context_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1
+            ),
+            1,
+        )
     assert caught.value.nearest == ()
 
 
@@ -97,29 +168,48 @@ def test_whole_batches_have_one_microbatch_and_say_what_they_cost():
     """In every phase and in evaluation, without a shape to fall back to; what needs several microbatches is refused."""
     keys = {"batch_size_schedule": "0:16 64:32", "whole_batch": True}
     plan = build_plan(Config(**keys), 4)
-    assert [(s.num_microbatches, s.microbatch_size) for s in (*plan.splits, plan.eval_split)] == [(1, 4), (1, 8), (1, 8)]
+    assert [
+        (s.num_microbatches, s.microbatch_size) for s in (*plan.splits, plan.eval_split)
+    ] == [(1, 4), (1, 8), (1, 8)]
     assert plan.max_microbatches == {4: 1, 8: 1}
     assert "2 batch sizes compile as many programs" in str(plan)
     assert "up to 8 samples" in str(plan)
-    for contrary in ("gradient_accumulation_steps", "ici_pipeline_parallelism", "microbatch_size"):
-        with pytest.raises(ConfigError, match="whole_batch=true makes every batch one microbatch") as caught:
+    for contrary in (
+        "gradient_accumulation_steps",
+        "ici_pipeline_parallelism",
+        "microbatch_size",
+    ):
+        with pytest.raises(
+            ConfigError, match="whole_batch=true makes every batch one microbatch"
+        ) as caught:
             build_plan(Config(**keys, **{contrary: 2}), 4)
         assert caught.value.key == contrary
-    for contrary in ({"measure_gradient_noise": True}, {"gradient_accumulation": "multi_steps"}):
+    for contrary in (
+        {"measure_gradient_noise": True},
+        {"gradient_accumulation": "multi_steps"},
+    ):
         with pytest.raises(ConfigError, match="whole_batch=true"):
             Config(**keys, **contrary)
 
 
 def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
     """An evaluation batch that cannot be split matters only if evaluation is on or its size is set."""
-    keys = {"per_device_batch_size": 3, "gradient_accumulation_steps": 2, "microbatch_size": 2}
+    keys = {
+        "per_device_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "microbatch_size": 2,
+    }
     assert build_plan(Config(**keys, eval_interval=-1), 1).eval_split is None
     with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
         build_plan(Config(**keys), 1)
     with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
         build_plan(Config(**keys, eval_interval=-1, eval_per_device_batch_size=0.3), 1)
-    with pytest.raises(BatchDivisibilityError, match=r"gives 1\.2 samples \(num_devices = 4\)"):  # it is not accumulated
-        build_plan(Config(gradient_accumulation_steps=4, eval_per_device_batch_size=0.3), 4)
+    with pytest.raises(
+        BatchDivisibilityError, match=r"gives 1\.2 samples \(num_devices = 4\)"
+    ):  # it is not accumulated
+        build_plan(
+            Config(gradient_accumulation_steps=4, eval_per_device_batch_size=0.3), 4
+        )
 
 
 SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}
@@ -140,19 +230,40 @@ def written(config, devices, step):
         (LINEAR | {"ici_data_parallelism": 2, "ici_tensor_parallelism": -1}, 4),
         (LINEAR | {"ici_data_parallelism": 4}, 4),
         (LINEAR | {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 4}, 4),
-        ({"batch_size_schedule": "auto", "per_device_batch_size_start": 3, "per_device_batch_size": 12}, 4),
+        (
+            {
+                "batch_size_schedule": "auto",
+                "per_device_batch_size_start": 3,
+                "per_device_batch_size": 12,
+            },
+            4,
+        ),
         ({"seesaw_factor": 2, "steps": 60}, 4),
     ],
-    ids=["schedule", "slices", "fsdp", "open tensor", "no open axis", "pipeline", "auto", "seesaw"],
+    ids=[
+        "schedule",
+        "slices",
+        "fsdp",
+        "open tensor",
+        "no open axis",
+        "pipeline",
+        "auto",
+        "seesaw",
+    ],
 )
 def test_possible_devices_are_those_that_resume(keys, devices):
     """A checkpoint resumes on each of these numbers, with its ramp, and on no other one; a fresh run names the same ones."""
     config = Config(**keys)
     record, can = written(config, devices, 5), []
-    for number in range(1, 4 * devices + 1 if config.ici_tensor_parallelism == -1 else 130):
+    for number in range(
+        1, 4 * devices + 1 if config.ici_tensor_parallelism == -1 else 130
+    ):
         with contextlib.suppress(RampupError):
             plan = plan_to_resume(config, number, record)
-            assert (plan.ramp.to_rows(), plan.eval_global_batch_size) == (record["ramp"], record["eval_global_batch_size"])
+            assert (plan.ramp.to_rows(), plan.eval_global_batch_size) == (
+                record["ramp"],
+                record["eval_global_batch_size"],
+            )
             assert plan.num_devices == number
             can.append(number)
     assert devices in can
@@ -164,7 +275,11 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
     config = Config(**SCHEDULE, microbatch_size=4)
     plan, numbers = build_plan(config, 4), []
     monkeypatch.setattr(
-        resume, "plan_or_first_error", lambda *args, **keys: numbers.append(args[1]) or plan_or_first_error(*args, **keys)
+        resume,
+        "plan_or_first_error",
+        lambda *args, **keys: (
+            numbers.append(args[1]) or plan_or_first_error(*args, **keys)
+        ),
     )
     assert possible_devices(config, plan) == [1, 2, 4]
     assert numbers == [1, 2, 4, 8, 16]
@@ -172,9 +287,15 @@ def test_possible_devices_builds_one_plan_for_each_number(monkeypatch):
 
 def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
     """The sizes of a schedule do not follow the devices, so a fresh run can say where they run; not if no number helps."""
-    with pytest.raises(BatchDivisibilityError, match=r"devices that can run these batches: 1, 2, 4, 8, 16$"):
+    with pytest.raises(
+        BatchDivisibilityError,
+        match=r"devices that can run these batches: 1, 2, 4, 8, 16$",
+    ):
         build_plan(Config(**SCHEDULE), 3)
-    for keys in ({**SCHEDULE, "microbatch_size": 5}, {**LINEAR, "per_device_batch_size": "17/3"}):
+    for keys in (
+        {**SCHEDULE, "microbatch_size": 5},
+        {**LINEAR, "per_device_batch_size": "17/3"},
+    ):
         with pytest.raises(RampupError) as caught:
             build_plan(Config(**keys), 2)
         assert "devices that can run" not in str(caught.value)
@@ -185,7 +306,11 @@ def test_plan_to_resume_refuses_another_ramp_with_both_tables():
     changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))
     with pytest.raises(ResumeMismatchError) as caught:
         plan_to_resume(changed, 8, written(Config(**SCHEDULE), 8, 5))
-    for text in ("0:16 160:32 800:64 -> 0:16 160:48", "from sample 160: 32", "from sample 160: 48"):
+    for text in (
+        "0:16 160:32 800:64 -> 0:16 160:48",
+        "from sample 160: 32",
+        "from sample 160: 48",
+    ):
         assert text in str(caught.value)
     assert caught.value.key == "on_plan_change"
 
@@ -194,46 +319,89 @@ def test_plan_to_resume_accepts_other_keys_of_the_same_ramp():
     """The same table from a schedule is the same ramp."""
     linear = Config(**LINEAR)
     ramp = build_plan(linear, 4).ramp
-    text = " ".join(f"{phase.start_sample}:{phase.global_batch_size}" for phase in ramp.phases)
+    text = " ".join(
+        f"{phase.start_sample}:{phase.global_batch_size}" for phase in ramp.phases
+    )
     same = Config(batch_size_schedule=text, steps=60)
-    assert plan_to_resume(same, 4, written(linear, 4, 3)).ramp.to_rows() == ramp.to_rows()
+    assert (
+        plan_to_resume(same, 4, written(linear, 4, 3)).ramp.to_rows() == ramp.to_rows()
+    )
 
 
 @pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 30, 31, 50])
 def test_continue_by_samples_looks_sizes_up_by_samples(step):
     """Consumed samples are kept, and each later step has the size of the new schedule at its samples."""
-    config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48 900:96", "on_plan_change": "continue_by_samples"}))
+    config = Config(
+        **(
+            SCHEDULE
+            | {
+                "batch_size_schedule": "0:8 200:48 900:96",
+                "on_plan_change": "continue_by_samples",
+            }
+        )
+    )
     before, wanted = build_plan(Config(**SCHEDULE), 8).ramp, build_plan(config, 8).ramp
     ramp = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, step)).ramp
     assert ramp.samples_before(step) == before.samples_before(step)
     consumed = ramp.samples_before(step)
     for later in range(step, step + 60):
         assert ramp.samples_before(later) == consumed
-        assert ramp.global_batch_size_at(later) == wanted.phase_of_sample(consumed).global_batch_size
+        assert (
+            ramp.global_batch_size_at(later)
+            == wanted.phase_of_sample(consumed).global_batch_size
+        )
         consumed += ramp.global_batch_size_at(later)
 
 
 def test_plan_to_resume_keeps_a_continued_ramp():
     """If the keys have not changed since, the recorded ramp is used, including its past."""
-    config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48", "on_plan_change": "continue_by_samples"}))
+    config = Config(
+        **(
+            SCHEDULE
+            | {
+                "batch_size_schedule": "0:8 200:48",
+                "on_plan_change": "continue_by_samples",
+            }
+        )
+    )
     plan = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, 12))
     kept = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48"}))
-    assert plan_to_resume(kept, 4, recorded(config, plan, 20)).ramp.to_rows() == plan.ramp.to_rows()
+    assert (
+        plan_to_resume(kept, 4, recorded(config, plan, 20)).ramp.to_rows()
+        == plan.ramp.to_rows()
+    )
 
 
 def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
     """On other devices the sizes are those of the run; keys that `auto` does not read may change; new sizes need a decision."""
-    keys = {"batch_size_schedule": "auto", "per_device_batch_size_start": 2, "per_device_batch_size": 8}
+    keys = {
+        "batch_size_schedule": "auto",
+        "per_device_batch_size_start": 2,
+        "per_device_batch_size": 8,
+    }
     record = written(Config(**keys), 8, 40) | {"ramp": [[0, 0, 16], [20, 320, 32]]}
     for devices in (8, 4, 2):
-        plan = plan_to_resume(Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7), devices, record)
-        assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == ((16, 32, 64), (16, 32), devices)
+        plan = plan_to_resume(
+            Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7),
+            devices,
+            record,
+        )
+        assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == (
+            (16, 32, 64),
+            (16, 32),
+            devices,
+        )
         record = recorded(Config(**keys), plan, 40)
-    with pytest.raises(ResumeMismatchError, match=r"num_devices=6; numbers .* all of them: 1, 2, 4, 8, 16\. ") as caught:
+    with pytest.raises(
+        ResumeMismatchError,
+        match=r"num_devices=6; numbers .* all of them: 1, 2, 4, 8, 16\. ",
+    ) as caught:
         plan_to_resume(Config(**keys), 6, record)
     assert caught.value.nearest == (4, 8)
     larger = keys | {"per_device_batch_size": 16}
     with pytest.raises(ResumeMismatchError, match="per_device_batch_size: 8 -> 16"):
         plan_to_resume(Config(**larger), 8, record)
-    plan = plan_to_resume(Config(**larger, on_plan_change="continue_by_samples"), 8, record)
+    plan = plan_to_resume(
+        Config(**larger, on_plan_change="continue_by_samples"), 8, record
+    )
     assert (plan.reserved_sizes, plan.ramp.sizes) == ((16, 32, 64, 128), (16, 32))

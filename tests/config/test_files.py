@@ -38,7 +38,9 @@ for tag, pattern in {
     "int": r"[-+]?[0-9]+",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
 }.items():
-    Core.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), None)
+    Core.add_implicit_resolver(
+        f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), None
+    )
 Core.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
 
 
@@ -50,13 +52,22 @@ def test_base_yml_and_its_schema_are_current():
     Draft202012Validator.check_schema(SCHEMA)
 
 
-@given(st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False), st.none()))
+@given(
+    st.one_of(
+        st.booleans(),
+        st.integers(-(10**9), 10**9),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.none(),
+    )
+)
 def test_yaml_value_reads_back(value):
     """A value written to YAML is read as the same value."""
     assert parse_scalar(yaml_value(value), "file.yml") == value
 
 
-@pytest.mark.parametrize("text", ["runs", "", "yes", "5", "1e3", "a: b", "0:8 100:16", "null", "*.txt"])
+@pytest.mark.parametrize(
+    "text", ["runs", "", "yes", "5", "1e3", "a: b", "0:8 100:16", "null", "*.txt"]
+)
 def test_yaml_value_quotes_text_that_would_be_read_as_something_else(text):
     """Text is plain or in quotes."""
     written = yaml_value(text)
@@ -67,13 +78,27 @@ def test_yaml_value_quotes_text_that_would_be_read_as_something_else(text):
 def test_every_config_names_a_schema_that_accepts_it(path):
     """The first line of each file is the modeline that editors read, and the schema that it names accepts the file."""
     text = path.read_text()
-    named = re.fullmatch(re.escape(MODELINE).replace(r"\{\}", "(.*)"), text.splitlines()[0])
+    named = re.fullmatch(
+        re.escape(MODELINE).replace(r"\{\}", "(.*)"), text.splitlines()[0]
+    )
     schema = json.loads((path.parent / named[1]).read_text())
     assert list(Draft202012Validator(schema).iter_errors(yaml.load(text, Core))) == []
 
 
-NO_CONFIGS = ({"stepz": 3}, {"steps": 0}, {"steps": "many"}, {"base_config": 3}, {"dtype": "float16"}, [], "text")
-NO_CONFIGS += ({"enable_rampup_batch_size": "true"}, {"per_device_batch_size": "1/0"}, {"per_device_batch_size": "-1/3"})
+NO_CONFIGS = (
+    {"stepz": 3},
+    {"steps": 0},
+    {"steps": "many"},
+    {"base_config": 3},
+    {"dtype": "float16"},
+    [],
+    "text",
+)
+NO_CONFIGS += (
+    {"enable_rampup_batch_size": "true"},
+    {"per_device_batch_size": "1/0"},
+    {"per_device_batch_size": "-1/3"},
+)
 
 
 @pytest.mark.parametrize("content", [*NO_CONFIGS, {"run_name": "a/b"}])
@@ -87,9 +112,32 @@ NUMBERS = (
     | st.integers(-(10**19), 10**19)
     | st.floats(-3, 3)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.sampled_from([0.0, -0.0, 1.0, 0.5, -1.0, 1e18, 1e19, 1e300, 2e300, 2**31 - 1, 2**31, 1024, 1025, 100_000, 100_001])
+    | st.sampled_from(
+        [
+            0.0,
+            -0.0,
+            1.0,
+            0.5,
+            -1.0,
+            1e18,
+            1e19,
+            1e300,
+            2e300,
+            2**31 - 1,
+            2**31,
+            1024,
+            1025,
+            100_000,
+            100_001,
+        ]
+    )
 )
-OTHERS = st.none() | st.booleans() | st.lists(st.integers(), max_size=1) | st.dictionaries(st.text(), st.none(), max_size=1)
+OTHERS = (
+    st.none()
+    | st.booleans()
+    | st.lists(st.integers(), max_size=1)
+    | st.dictionaries(st.text(), st.none(), max_size=1)
+)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -105,21 +153,40 @@ def test_schema_accepts_the_values_that_the_key_accepts(name, value, text):
         assert not BY_KEY[name].is_valid(value)
 
 
-LIMITS = {name: [key.minimum, key.maximum, key.above, key.below, *key.also] for name, key in KEYS.items()}
+LIMITS = {
+    name: [key.minimum, key.maximum, key.above, key.below, *key.also]
+    for name, key in KEYS.items()
+}
 
 
-@pytest.mark.parametrize("name", [name for name, limits in LIMITS.items() if any(n is not None for n in limits)])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, limits in LIMITS.items() if any(n is not None for n in limits)],
+)
 def test_schema_has_the_limits_of_the_key(name):
     """At each limit of each key, below it and above it."""
     for limit in LIMITS[name]:
         if limit is not None:
-            for value in (limit, limit - 1, limit + 1, math.nextafter(limit, -9), math.nextafter(limit, 9)):
+            for value in (
+                limit,
+                limit - 1,
+                limit + 1,
+                math.nextafter(limit, -9),
+                math.nextafter(limit, 9),
+            ):
                 if not (KEYS[name].kind == "size" and 0 < abs(value) < 1e-18):
                     assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
 
 
-AS_TEXT = {"steps": ["1_000", "2K", "0.5m", "12"], "per_device_batch_size": ["1_000", "1/3", "0.5"]}
-AS_TEXT |= {"learning_rate": ["1_000", "0.5"], "run_name": ["", "run-1.2"], "batch_size_schedule": ["0:8 100:16", "auto"]}
+AS_TEXT = {
+    "steps": ["1_000", "2K", "0.5m", "12"],
+    "per_device_batch_size": ["1_000", "1/3", "0.5"],
+}
+AS_TEXT |= {
+    "learning_rate": ["1_000", "0.5"],
+    "run_name": ["", "run-1.2"],
+    "batch_size_schedule": ["0:8 100:16", "auto"],
+}
 
 
 @pytest.mark.parametrize(("name", "texts"), AS_TEXT.items())
@@ -127,22 +194,40 @@ def test_schema_accepts_numbers_as_text(name, texts):
     """1_000, 2K and 1/3 are text for an editor. What it accepts is legal, as it is or as rampup's YAML reads it."""
     for text in texts:
         assert BY_KEY[name].is_valid(text)
-        assert KEYS[name].allows(text) or KEYS[name].allows(parse_scalar(text, "file.yml"))
+        assert KEYS[name].allows(text) or KEYS[name].allows(
+            parse_scalar(text, "file.yml")
+        )
 
 
 def test_schema_accepts_nested_keys():
     """A dotted key is accepted by its own name and nested in its group."""
     validator, name = Draft202012Validator(ROLLOUT_FILE.json_schema), "num_generations"
-    contents = ({"rl": {name: 2}}, {f"rl.{name}": 2}, {"rl": {name: 0}}, {"rl": {"nu": 1}})
-    assert [validator.is_valid(content) for content in contents] == [True, True, False, False]
+    contents = (
+        {"rl": {name: 2}},
+        {f"rl.{name}": 2},
+        {"rl": {name: 0}},
+        {"rl": {"nu": 1}},
+    )
+    assert [validator.is_valid(content) for content in contents] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_explain_gives_names_and_defaults_of_maxtext():
     """MaxText's name and default where it has the key; what it does where it has none. Interaction is symmetric."""
     found = {name: explain(name) for name in KEYS}
-    assert all(name in found[other]["interacts"] for name in KEYS for other in found[name]["interacts"])
+    assert all(
+        name in found[other]["interacts"]
+        for name in KEYS
+        for other in found[name]["interacts"]
+    )
     found |= {name: explain(name, FILES) for name in ROLLOUT_KEYS if name not in KEYS}
-    assert {found[name]["file"] for name in ROLLOUT_KEYS if name not in KEYS} == {"rl.yml"}
+    assert {found[name]["file"] for name in ROLLOUT_KEYS if name not in KEYS} == {
+        "rl.yml"
+    }
     for name, maxtext, default in (
         ("steps", "steps", "150_001"),
         ("async_checkpointing", "async_checkpointing", "true"),
@@ -152,18 +237,34 @@ def test_explain_gives_names_and_defaults_of_maxtext():
         ("keep_prompts_together", None, None),
         ("num_prompts", None, None),
     ):
-        assert (found[name]["maxtext_name"], found[name]["maxtext_default"]) == (maxtext, default)
+        assert (found[name]["maxtext_name"], found[name]["maxtext_default"]) == (
+            maxtext,
+            default,
+        )
 
 
-CLOSE = {"stepz": "steps", "expnsion": "expansion_factor_real_data", "rampup": "enable_rampup_batch_size"}
-CLOSE |= {"LEARNING_RATE": "learning_rate", "num_generations": "rl.num_generations", "lr": "learning_rate"}
-CLOSE |= {"seed": "data_shuffle_seed", **dict.fromkeys(["", "\u00e9\u00e9\u00e9", "x" * 100_000, "[*"])}
+CLOSE = {
+    "stepz": "steps",
+    "expnsion": "expansion_factor_real_data",
+    "rampup": "enable_rampup_batch_size",
+}
+CLOSE |= {
+    "LEARNING_RATE": "learning_rate",
+    "num_generations": "rl.num_generations",
+    "lr": "learning_rate",
+}
+CLOSE |= {
+    "seed": "data_shuffle_seed",
+    **dict.fromkeys(["", "\u00e9\u00e9\u00e9", "x" * 100_000, "[*"]),
+}
 
 
 @pytest.mark.parametrize(("name", "close"), CLOSE.items())
 def test_explain_suggests_close_keys(name, close):
     """Typing errors, parts of names, capitals and names of other systems lead to the key; nothing is made up."""
-    with pytest.raises(ConfigError, match="unknown key" if close else r"base\.yml lists all keys") as caught:
+    with pytest.raises(
+        ConfigError, match="unknown key" if close else r"base\.yml lists all keys"
+    ) as caught:
         explain(name, FILES)
     assert close in caught.value.nearest if close else caught.value.nearest == ()
     assert caught.value.key == name

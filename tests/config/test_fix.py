@@ -46,16 +46,37 @@ def fixed(folder, text, *settings, environ=None):
         ("stepz: 0\n", "steps: 1\n"),
         ("lr: 0.1\nseed: 1\n", "learning_rate: 0.1\ninit_weights_seed: 1\n"),
         ("base_config: bse.yml\n", "base_config: base.yml\n"),
-        (BASE + "per_device_batch_size: 15   # samples\n", BASE + "per_device_batch_size: 16   # samples\n"),
-        (BASE + "per_device_batch_size_increment: 5\n", BASE + "per_device_batch_size_increment: 6\n"),
+        (
+            BASE + "per_device_batch_size: 15   # samples\n",
+            BASE + "per_device_batch_size: 16   # samples\n",
+        ),
+        (
+            BASE + "per_device_batch_size_increment: 5\n",
+            BASE + "per_device_batch_size_increment: 6\n",
+        ),
         (BASE + "ici_tensor_parallelism: 3", BASE + "ici_tensor_parallelism: 4"),
-        (BASE + "num_devices: 6\nici_tensor_parallelism: 4\n", BASE + "num_devices: 6\nici_tensor_parallelism: 3\n"),
+        (
+            BASE + "num_devices: 6\nici_tensor_parallelism: 4\n",
+            BASE + "num_devices: 6\nici_tensor_parallelism: 3\n",
+        ),
         (BASE + "microbatch_size: 3\n", BASE + "microbatch_size: 2\n"),
-        (OFF + "batch_size_schedule: '0:100, 3K:250 5K:250'\n", OFF + 'batch_size_schedule: "0:100, 3K:252 5K:252"\n'),
-        (OFF + "batch_size_schedule: 0:65 1:3 500:8\n", OFF + 'batch_size_schedule: "0:64 1:4 500:8"\n'),
-        (BASE + "batch_size_schedule: 0:64\n", BASE + "batch_size_schedule: 0:64\n" + OFF),
+        (
+            OFF + "batch_size_schedule: '0:100, 3K:250 5K:250'\n",
+            OFF + 'batch_size_schedule: "0:100, 3K:252 5K:252"\n',
+        ),
+        (
+            OFF + "batch_size_schedule: 0:65 1:3 500:8\n",
+            OFF + 'batch_size_schedule: "0:64 1:4 500:8"\n',
+        ),
+        (
+            BASE + "batch_size_schedule: 0:64\n",
+            BASE + "batch_size_schedule: 0:64\n" + OFF,
+        ),
         # With 4 query heads, the 2 key-value heads are legal.
-        (BASE + "base_num_query_heads: 3\nbase_num_kv_heads: 2\n", BASE + "base_num_query_heads: 4\nbase_num_kv_heads: 2\n"),
+        (
+            BASE + "base_num_query_heads: 3\nbase_num_kv_heads: 2\n",
+            BASE + "base_num_query_heads: 4\nbase_num_kv_heads: 2\n",
+        ),
         ("steps: 0\r\nlog_period: 7\r\n", "steps: 1\r\nlog_period: 7\r\n"),
         ("{steps: 0, log_period: 3}", "{steps: 1, log_period: 3}"),
         ("log_period: >-\n  5\nsteps: 9\n", "log_period: 5\nsteps: 9\n"),
@@ -70,21 +91,36 @@ def test_find_fix_changes_only_the_value(tmp_path, text, result):
 def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
     """A ramp that does not divide gets another increment or start if one is within a factor of two; the nearest wins."""
     end = "per_device_batch_size"
-    for start, increment, last in itertools.product((2, 3, 4, 7), (3, 5, 8), (*range(1, 13), 16)):
-        keys = {f"{end}_start": start, f"{end}_increment": increment, end: last, "enable_rampup_batch_size": True}
+    for start, increment, last in itertools.product(
+        (2, 3, 4, 7), (3, 5, 8), (*range(1, 13), 16)
+    ):
+        keys = {
+            f"{end}_start": start,
+            f"{end}_increment": increment,
+            end: last,
+            "enable_rampup_batch_size": True,
+        }
         try:
-            fix = find_fix("base.yml", [f"{key}={value}" for key, value in keys.items()], check=plan)
+            fix = find_fix(
+                "base.yml",
+                [f"{key}={value}" for key, value in keys.items()],
+                check=plan,
+            )
         except RampupError:
             assert last <= start  # far below the first size that this ramp can end at
             continue
         after = keys | {change.key: float(change.after) for change in fix.changes}
-        assert after[f"{end}_start"] < after[end]  # a final batch at the start of the ramp is none
+        assert (
+            after[f"{end}_start"] < after[end]
+        )  # a final batch at the start of the ramp is none
         assert all(0.5 <= after[key] / keys[key] <= 2 for key in (f"{end}_start", end))
         if last > start and (last - start) % increment == 0:
             assert fix.changes == ()
         elif last - start > increment:
             (change,) = fix.changes
-            increments = [n for n in range(1, last - start + 1) if (last - start) % n == 0]
+            increments = [
+                n for n in range(1, last - start + 1) if (last - start) % n == 0
+            ]
             starts = [n for n in range(1, last) if (last - n) % increment == 0]
             near = [n for n in increments if increment <= 2 * n <= 4 * increment]
             near += [n for n in starts if start <= 2 * n <= 4 * start]
@@ -93,8 +129,14 @@ def test_find_fix_keeps_the_final_batch_and_the_growth_of_a_linear_ramp():
 
 def keeps_shape(before, after):
     """Return whether sizes are within a quarter of those before and grow, stay and fall where they did."""
-    near = all(0.75 * old <= new and 0.75 * new <= old for old, new in zip(before, after, strict=True))
-    steps = [[(a < b, a > b) for a, b in itertools.pairwise(sizes)] for sizes in (before, after)]
+    near = all(
+        0.75 * old <= new and 0.75 * new <= old
+        for old, new in zip(before, after, strict=True)
+    )
+    steps = [
+        [(a < b, a > b) for a, b in itertools.pairwise(sizes)]
+        for sizes in (before, after)
+    ]
     return near and steps[0] == steps[1]
 
 
@@ -102,19 +144,30 @@ def keeps_shape(before, after):
 def test_find_fix_keeps_the_shape_of_a_schedule(seed):
     """A fixed schedule grows, stays and falls where it did, with every size within a quarter; anything else is an error."""
     chosen = random.Random(seed)
-    devices, sizes = chosen.choice((2, 4, 8)), [chosen.randint(1, 40) * chosen.choice((1, 2, 8)) for _ in range(4)]
+    devices, sizes = (
+        chosen.choice((2, 4, 8)),
+        [chosen.randint(1, 40) * chosen.choice((1, 2, 8)) for _ in range(4)],
+    )
     schedule = " ".join(f"{1000 * place}:{size}" for place, size in enumerate(sizes))
     settings = [f"batch_size_schedule={schedule}", "enable_rampup_batch_size=false"]
-    settings += [f"microbatch_size={chosen.choice((2, 4, 8))}", f"num_devices={devices}"]
+    settings += [
+        f"microbatch_size={chosen.choice((2, 4, 8))}",
+        f"num_devices={devices}",
+    ]
     try:
         fix = find_fix("base.yml", settings, check=plan)
     except RampupError as error:
         assert error.key == "batch_size_schedule"
-        choices = [{size // devices * devices, -(-size // devices) * devices} for size in sizes]
+        choices = [
+            {size // devices * devices, -(-size // devices) * devices} for size in sizes
+        ]
         assert not any(keeps_shape(sizes, new) for new in itertools.product(*choices))
         return
     after = {change.key: change.after for change in fix.changes}
-    new = [int(entry.partition(":")[2]) for entry in after.get("batch_size_schedule", schedule).split()]
+    new = [
+        int(entry.partition(":")[2])
+        for entry in after.get("batch_size_schedule", schedule).split()
+    ]
     assert keeps_shape(sizes, new)
     if all(size % devices == 0 for size in sizes):
         assert new == sizes
@@ -122,36 +175,61 @@ def test_find_fix_keeps_the_shape_of_a_schedule(seed):
 
 def test_find_fix_takes_a_smaller_microbatch_before_other_sizes():
     """The schedule keeps its sizes as far as the devices allow; a ramp that would become flat is an error."""
-    settings = ["enable_rampup_batch_size=false", "batch_size_schedule=0:16 500:24 900:50 2K:64", "microbatch_size=8"]
+    settings = [
+        "enable_rampup_batch_size=false",
+        "batch_size_schedule=0:16 500:24 900:50 2K:64",
+        "microbatch_size=8",
+    ]
     fix = find_fix("base.yml", [*settings, "num_devices=8"], check=plan)
     changes = [(change.key, change.after) for change in fix.changes]
-    assert sorted(changes) == [("batch_size_schedule", "0:16 500:24 900:48 2K:64"), ("microbatch_size", "1")]
-    with pytest.raises(RampupError, match=r"keeps the ramp \(it grows where it grew, and a size moves by at most 25%\)"):
+    assert sorted(changes) == [
+        ("batch_size_schedule", "0:16 500:24 900:48 2K:64"),
+        ("microbatch_size", "1"),
+    ]
+    with pytest.raises(
+        RampupError,
+        match=r"keeps the ramp \(it grows where it grew, and a size moves by at most 25%\)",
+    ):
         find_fix("base.yml", [*settings, "num_devices=64"], check=plan)
 
 
 def test_find_fix_changes_settings_where_they_were_made(tmp_path):
     """A value from the command line or the environment is changed there, and the file stays as it is."""
     fix = fixed(tmp_path, BASE, "per_device_batch_size=15")
-    assert [(c.key, c.before, c.after, c.where) for c in fix.changes] == [("per_device_batch_size", "15", "16", "command line")]
+    assert [(c.key, c.before, c.after, c.where) for c in fix.changes] == [
+        ("per_device_batch_size", "15", "16", "command line")
+    ]
     assert fix.patch == ""
     fix = fixed(tmp_path, BASE, environ={"RAMPUP_PER_DEVICE_BATCH_SIZE": "15"})
-    assert [(c.after, c.where) for c in fix.changes] == [("16", "RAMPUP_PER_DEVICE_BATCH_SIZE")]
+    assert [(c.after, c.where) for c in fix.changes] == [
+        ("16", "RAMPUP_PER_DEVICE_BATCH_SIZE")
+    ]
     fix = fixed(tmp_path, BASE, "steps=0", environ={"RAMPUP_STEPS": "0"})
     assert [(c.key, c.after) for c in fix.changes] == [("steps", "1")]
     fix = fixed(tmp_path, BASE, "stepz=3")
-    assert [(c.renamed, c.key, c.where) for c in fix.changes] == [("stepz", "steps", "command line")]
+    assert [(c.renamed, c.key, c.where) for c in fix.changes] == [
+        ("stepz", "steps", "command line")
+    ]
 
 
-LEFT = {"banana: 5\n": "banana", "remat_policy: banana\n": "remat_policy", "steps: many\n": "steps='many'"}
+LEFT = {
+    "banana: 5\n": "banana",
+    "remat_policy: banana\n": "remat_policy",
+    "steps: many\n": "steps='many'",
+}
 LEFT |= {"steps: 5\nstepz: 6\n": "stepz", "dataset_type: tokens\n": "grain_train_files"}
-LEFT |= {"steps: &a 0\nlog_period: *a\n": "steps=0", "batch_size_schedule: 5:8\n": "first threshold"}
+LEFT |= {
+    "steps: &a 0\nlog_period: *a\n": "steps=0",
+    "batch_size_schedule: 5:8\n": "first threshold",
+}
 
 
 @pytest.mark.parametrize(("text", "left"), LEFT.items())
 def test_find_fix_names_the_problem_that_is_left(tmp_path, text, left):
     """If no error offers a value that helps, the message gives the remaining problem."""
-    with pytest.raises(ConfigError, match="no legal configuration was found near this one") as caught:
+    with pytest.raises(
+        ConfigError, match="no legal configuration was found near this one"
+    ) as caught:
         fixed(tmp_path, text)
     assert left in str(caught.value)
 
@@ -164,13 +242,20 @@ def test_find_fix_raises_the_readers_error(tmp_path):
         find_fix(tmp_path / "nowhere.yml", check=plan)
 
 
-@pytest.mark.parametrize("text", [BASE + "steps: 0\n# end", BASE + "steps: 0", BASE + "steps: 0\n"])
+@pytest.mark.parametrize(
+    "text", [BASE + "steps: 0\n# end", BASE + "steps: 0", BASE + "steps: 0\n"]
+)
 def test_patch_can_be_applied(tmp_path, text):
     """`patch` turns the file into the fixed text, also if its last line has no line end."""
     fix = fixed(tmp_path, text)
     if shutil.which("patch") is None:
         pytest.skip("there is no `patch` on this machine")
-    subprocess.run(["patch", "-p0", str(tmp_path / "run.yml")], input=fix.patch.encode(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["patch", "-p0", str(tmp_path / "run.yml")],
+        input=fix.patch.encode(),
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     assert (tmp_path / "run.yml").read_text() == fix.text
 
 
@@ -213,14 +298,18 @@ def test_find_fix_of_random_values_is_legal_or_refused(tmp_path_factory, values)
         return
     changed = {change.key for change in fix.changes}
     assert changed <= set(KEYS)
-    for before, after, name in zip(text.splitlines()[1:], fix.text.splitlines()[1:], values, strict=False):
+    for before, after, name in zip(
+        text.splitlines()[1:], fix.text.splitlines()[1:], values, strict=False
+    ):
         assert before == after or (name in changed and after.endswith(f"  # {name}"))
 
 
 def test_find_fix_ends(tmp_path):
     """A file with a bad value for every fourth key that takes a number is given up after a bounded number of rounds."""
     tries, file = [], tmp_path / "run.yml"
-    names = [name for name, key in KEYS.items() if key.kind in ("int", "size", "float")][::4]
+    names = [
+        name for name, key in KEYS.items() if key.kind in ("int", "size", "float")
+    ][::4]
     file.write_text("".join(f"{name}: -7\n" for name in names))
     with pytest.raises(ConfigError, match="no legal configuration"):
         find_fix(file, check=lambda config: tries.append(config) or plan(config))

@@ -49,7 +49,9 @@ def preset(name):
 
 def test_every_preset_is_checked():
     """This file has the expected numbers of every preset."""
-    assert {path.stem for path in CONFIGS.glob("*.yml")} - {"base", "rl"} == set(PUBLISHED)
+    assert {path.stem for path in CONFIGS.glob("*.yml")} - {"base", "rl"} == set(
+        PUBLISHED
+    )
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -58,9 +60,19 @@ def test_preset_has_the_expected_ramp(name):
     config, plan = preset(name)
     *expected, tokens = PUBLISHED[name]
     ramp, changes = plan.ramp, [phase.start_step for phase in plan.ramp.phases[1:]]
-    assert [ramp.sizes[0], ramp.sizes[-1], len(ramp.phases), ramp.ramp_steps, ramp.ramp_samples] == expected
+    assert [
+        ramp.sizes[0],
+        ramp.sizes[-1],
+        len(ramp.phases),
+        ramp.ramp_steps,
+        ramp.ramp_samples,
+    ] == expected
     assert changes == CHANGES.get(name, changes)
-    assert tokens is None or plan.consumed_samples * config.max_target_length == pytest.approx(tokens, rel=1e-3)
+    assert (
+        tokens is None
+        or plan.consumed_samples * config.max_target_length
+        == pytest.approx(tokens, rel=1e-3)
+    )
 
 
 def test_mimo_shrinks_its_batch_in_the_last_phase():
@@ -74,8 +86,12 @@ def test_mimo_shrinks_its_batch_in_the_last_phase():
 def test_recipes_end_within_the_laws_of_their_tokens(name):
     """The last batch of a model of ours needs at most 20% more tokens by one critical law, and the rate follows the batch."""
     config, plan = preset(name)
-    params = {"llama_1b_v5e": "1.2B", "llama_8b_v5p": "8B", "llama_70b_v6e": "70B"}[name]
-    found = suggest_batch(plan.ramp.samples_before(plan.total_steps) * config.max_target_length, params)
+    params = {"llama_1b_v5e": "1.2B", "llama_8b_v5p": "8B", "llama_70b_v6e": "70B"}[
+        name
+    ]
+    found = suggest_batch(
+        plan.ramp.samples_before(plan.total_steps) * config.max_target_length, params
+    )
     largest = max(found["optimal_batch_tokens"][1], found["critical_batch_tokens"][1])
     assert plan.ramp.sizes[-1] * config.max_target_length <= largest
     assert config.batch_scaling == "sqrt"

@@ -16,10 +16,17 @@ def test_config_without_arguments_is_complete():
     """Every key has a default that its own rules accept, a section and documentation in full sentences."""
     config = Config()
     assert list(config.to_dict()) == list(KEYS)
-    assert all(key.section and key.doc[0].isupper() and key.doc.endswith(".") for key in KEYS.values())
+    assert all(
+        key.section and key.doc[0].isupper() and key.doc.endswith(".")
+        for key in KEYS.values()
+    )
 
 
-WSD = {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps_fraction": 0.6}
+WSD = {
+    "lr_schedule_type": "wsd",
+    "warmup_steps_fraction": 0.7,
+    "wsd_decay_steps_fraction": 0.6,
+}
 
 
 @pytest.mark.parametrize(
@@ -27,9 +34,21 @@ WSD = {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps
     [
         ({"steps": -1}, "steps", ()),
         (WSD, "wsd_decay_steps_fraction", (0.3,)),
-        ({"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", (6, 10)),
-        ({"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", ()),
-        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", (5, 8)),
+        (
+            {"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1},
+            "base_num_query_heads",
+            (6, 10),
+        ),
+        (
+            {"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1},
+            "base_num_query_heads",
+            (),
+        ),
+        (
+            {"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1},
+            "base_num_query_heads",
+            (5, 8),
+        ),
         ({"base_num_kv_heads": 3}, "base_num_kv_heads", (2, 4)),
         ({"vocab_size": 100}, "vocab_size", (256,)),
         ({"dataset_type": "tokens"}, "grain_train_files", ()),
@@ -50,7 +69,9 @@ def test_total_steps_and_num_kv_heads():
     """-1 takes the value of the other key; sizes are exact."""
     config = Config(steps=-1, learning_rate_schedule_steps=77)
     assert (config.total_steps, config.num_kv_heads) == (77, 4)
-    assert Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
+    assert (
+        Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
+    )
     assert Config(per_device_batch_size=0.5).per_device_batch_size == Fraction(1, 2)
 
 
@@ -58,26 +79,53 @@ def test_total_steps_and_num_kv_heads():
 def test_aliases_name_keys_and_are_none(keys):
     """Each alias leads to keys that exist, and is not itself a key of the same file."""
     assert set(ALIASES) <= {*KEYS, *ROLLOUT_KEYS}
-    words = [word for key, aliases in ALIASES.items() for word in aliases.split() if key in keys]
+    words = [
+        word
+        for key, aliases in ALIASES.items()
+        for word in aliases.split()
+        if key in keys
+    ]
     assert not set(words) & set(keys)
     assert {word for word in words if words.count(word) > 1} <= {"seed"}
 
 
-@pytest.mark.parametrize("name", ["lr", "LR", "batch-size", "seq_len", "num_layers", "epochs", "output_dir", "max_steps"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lr",
+        "LR",
+        "batch-size",
+        "seq_len",
+        "num_layers",
+        "epochs",
+        "output_dir",
+        "max_steps",
+    ],
+)
 def test_unknown_key_error_suggests_the_name_here(name):
     """A name from another system is refused, with the key to write instead."""
-    with pytest.raises(ConfigError, match=r"unknown key.*; its name here is ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"unknown key.*; its name here is "
+    ) as caught:
         load_config("base.yml", [f"{name}=1"])
     assert caught.value.nearest == keys_for_alias(name, KEYS)
 
 
-RAMP = {"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4, "global_rampup_samples": 200}
+RAMP = {
+    "per_device_batch_size_start": 4,
+    "per_device_batch_size_increment": 4,
+    "global_rampup_samples": 200,
+}
 
 
-@pytest.mark.parametrize(("name", "value"), [*RAMP.items(), ("rampup_carry_overshoot", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [*RAMP.items(), ("rampup_carry_overshoot", True)]
+)
 def test_ramp_key_without_its_switch_is_refused(name: str, value: object) -> None:
     """A key of the linear ramp says nothing without `enable_rampup_batch_size`, also if its value is the default."""
-    with pytest.raises(ConfigError, match=f"{name}=.*enable_rampup_batch_size is not set") as caught:
+    with pytest.raises(
+        ConfigError, match=f"{name}=.*enable_rampup_batch_size is not set"
+    ) as caught:
         Config(**{name: value}, per_device_batch_size=16)
     assert caught.value.key == "enable_rampup_batch_size"
     assert caught.value.nearest == (True,)
@@ -88,7 +136,9 @@ def test_ramp_keys_next_to_a_schedule_are_refused() -> None:
     with pytest.raises(ConfigError, match="two ramps") as caught:
         Config(**RAMP, batch_size_schedule="0:8 100:16")
     assert caught.value.key == "per_device_batch_size_start"
-    assert not Config(**RAMP, batch_size_schedule="0:8 100:16", enable_rampup_batch_size=False).enable_rampup_batch_size
+    assert not Config(
+        **RAMP, batch_size_schedule="0:8 100:16", enable_rampup_batch_size=False
+    ).enable_rampup_batch_size
 
 
 def test_default_ramp_is_that_of_base_yml() -> None:
@@ -97,7 +147,9 @@ def test_default_ramp_is_that_of_base_yml() -> None:
     assert build_plan(Config(per_device_batch_size=16), 4).ramp.sizes == (64,)
     assert build_plan(Config(batch_size_schedule="0:8"), 4).ramp.sizes == (8,)
     assert replace(Config(), steps=3).enable_rampup_batch_size
-    assert not replace(Config(per_device_batch_size=16), steps=3).enable_rampup_batch_size
+    assert not replace(
+        Config(per_device_batch_size=16), steps=3
+    ).enable_rampup_batch_size
 
 
 def read(value, **spec):
@@ -152,12 +204,28 @@ REFUSED = (
     ({"kind": "text"}, "a\0b", "must be text", ()),
     ({"kind": "text", "choices": ("a", "b")}, "c", "one of a, b", ("a", "b")),
 )
-NO_FOLDER_NAMES = ("..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025")
+NO_FOLDER_NAMES = (
+    "..",
+    ".",
+    "../x",
+    "a/b",
+    "/etc",
+    "a\0b",
+    "a\nb",
+    "~",
+    "..\\x",
+    "-" * 201,
+    "con:",
+    "\u2025",
+)
 
 
 @pytest.mark.parametrize(
     ("spec", "value", "message", "nearest"),
-    [*REFUSED, *(({"kind": "name"}, name, "a folder name", ()) for name in NO_FOLDER_NAMES)],
+    [
+        *REFUSED,
+        *(({"kind": "name"}, name, "a folder name", ()) for name in NO_FOLDER_NAMES),
+    ],
 )
 def test_read_refuses_with_the_legal_values(spec, value, message, nearest):
     """The error about a wrong type or a value outside the limits has the key and the rule, and offers legal values near it."""
@@ -165,11 +233,20 @@ def test_read_refuses_with_the_legal_values(spec, value, message, nearest):
         read(value, **spec)
     assert message in str(caught.value)
     assert (caught.value.key, caught.value.nearest) == ("name", nearest)
-    assert all(Key(doc="doc", section="section", **spec).allows(legal) for legal in nearest)
+    assert all(
+        Key(doc="doc", section="section", **spec).allows(legal) for legal in nearest
+    )
 
 
-BAD = {"bool": ["maybe", "2", "", "[true]"], "int": ["1.5", "x", "", "-7", "1e400", "[1]"], "text": ["", " "]}
-BAD |= {"float": ["x", "", "-1", "nan", "inf"], "size": ["x", "", "-2", "1/0", "nan", "inf"]}
+BAD = {
+    "bool": ["maybe", "2", "", "[true]"],
+    "int": ["1.5", "x", "", "-7", "1e400", "[1]"],
+    "text": ["", " "],
+}
+BAD |= {
+    "float": ["x", "", "-1", "nan", "inf"],
+    "size": ["x", "", "-2", "1/0", "nan", "inf"],
+}
 BAD |= {"name": ["a/b", "..", "a b", "\u00e9"]}
 
 
@@ -184,7 +261,10 @@ def test_every_key_refuses_a_bad_value(name):
 
 def test_settings_name_the_closest_key():
     """A misspelled attribute is refused with the hint that the command line gives."""
-    with pytest.raises(TypeError, match="keyword argument 'batch_schedule'; its name here is batch_size_schedule"):
+    with pytest.raises(
+        TypeError,
+        match="keyword argument 'batch_schedule'; its name here is batch_size_schedule",
+    ):
         Config(batch_schedule="0:8")
     with pytest.raises(TypeError, match="'stepz'; the closest is steps"):
         Config(stepz=3)
@@ -192,8 +272,22 @@ def test_settings_name_the_closest_key():
 
 def test_whole_numbers_take_suffixes():
     """Every key that counts is written as the thresholds of a schedule are; other text is refused with the number it means."""
-    config = Config(max_target_length="2k", steps="1.5K", enable_rampup_batch_size=True, global_rampup_samples="1M")
-    assert (config.max_target_length, config.steps, config.global_rampup_samples) == (2000, 1500, 10**6)
-    for name, value in {"steps": "1.0001K", "max_target_length": "2 k", "learning_rate": "1K", "log_period": "0K"}.items():
+    config = Config(
+        max_target_length="2k",
+        steps="1.5K",
+        enable_rampup_batch_size=True,
+        global_rampup_samples="1M",
+    )
+    assert (config.max_target_length, config.steps, config.global_rampup_samples) == (
+        2000,
+        1500,
+        10**6,
+    )
+    for name, value in {
+        "steps": "1.0001K",
+        "max_target_length": "2 k",
+        "learning_rate": "1K",
+        "log_period": "0K",
+    }.items():
         with pytest.raises(ConfigError, match=name):
             Config(**{name: value})

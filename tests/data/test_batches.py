@@ -30,10 +30,17 @@ def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed, number):
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, steps=25, rampup_microbatch=mode)
     order = SampleOrder(number, seed=seed)
-    stream = [row for batch in step_batches(range(number), plan, mesh, seed=seed) for row in ids(batch)]
+    stream = [
+        row
+        for batch in step_batches(range(number), plan, mesh, seed=seed)
+        for row in ids(batch)
+    ]
     assert len(stream) == plan.consumed_samples > 6 * number
     assert stream == order.rows(range(plan.consumed_samples)).tolist()
-    epochs = [stream[start : start + number] for start in range(0, len(stream) - number, number)]
+    epochs = [
+        stream[start : start + number]
+        for start in range(0, len(stream) - number, number)
+    ]
     assert all(Counter(epoch) == Counter(range(number)) for epoch in epochs)
     if seed is not None:
         assert epochs[0] != epochs[1] != sorted(epochs[1])
@@ -43,32 +50,54 @@ def test_step_batches_starts_anywhere_with_the_same_rows():
     """Batches from step N on, or from a position, are those of the full run from step N on."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
-    whole = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)]
+    whole = [
+        (b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)
+    ]
     for number in (0, 1, 4, 5, 9, 10, 11, 12):
         for start in (number, plan.position(number)):
-            part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
+            part = [
+                (b.position.step, ids(b))
+                for b in step_batches(range(300), plan, mesh, seed=1, start=start)
+            ]
             assert part == whole[number:]
 
 
 def part_of_the_rows(process, count):
     """Return a `Loading` of one of several processes, without the others."""
-    return SimpleNamespace(rows_to_read=lambda mesh, num_rows, axes: np.split(np.arange(num_rows), count)[process])
+    return SimpleNamespace(
+        rows_to_read=lambda mesh, num_rows, axes: np.split(np.arange(num_rows), count)[
+            process
+        ]
+    )
 
 
-@given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 4]),
+)
 def test_processes_share_a_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
     R = per_process * num_processes
-    ramp = BatchRamp.piecewise([(n * 100, R * factor) for n, factor in enumerate(factors)])
+    ramp = BatchRamp.piecewise(
+        [(n * 100, R * factor) for n, factor in enumerate(factors)]
+    )
     splitter = BatchSplitter(data_parallel_size=R, microbatch_size=1)
     plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=R, total_steps=40)
     mesh = jax.sharding.AbstractMesh((R,), ("data",))
-    loadings = [part_of_the_rows(process, num_processes) for process in range(num_processes)]
-    loaders = [BatchLoader(source=None, plan=plan, mesh=mesh, order=None, loading=own) for own in loadings]
+    loadings = [
+        part_of_the_rows(process, num_processes) for process in range(num_processes)
+    ]
+    loaders = [
+        BatchLoader(source=None, plan=plan, mesh=mesh, order=None, loading=own)
+        for own in loadings
+    ]
     for step in (0, 7, 39):
         position = plan.position(step)
         parts = [loader.samples_of(position, position.split) for loader in loaders]
-        assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
+        assert {part.shape for part in parts} == {
+            (position.split.num_microbatches, per_process)
+        }
         assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
 
@@ -105,21 +134,36 @@ def test_step_batches_reads_no_row_twice_for_another_split():
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
 
     def first_shape(position):
-        return plan.splitter.split_with(position.split.global_batch_size, plan.splits[0].microbatch_size)
+        return plan.splitter.split_with(
+            position.split.global_batch_size, plan.splits[0].microbatch_size
+        )
 
     batches = list(step_batches(source, plan, mesh, split_for=first_shape))
-    assert any(batch.position.split != plan.position(batch.position.step).split for batch in batches)
+    assert any(
+        batch.position.split != plan.position(batch.position.step).split
+        for batch in batches
+    )
     assert sorted(source.read) == sorted([*range(plan.consumed_samples), *range(16)])
-    assert [row for batch in batches for row in ids(batch)] == list(range(plan.consumed_samples))
+    assert [row for batch in batches for row in ids(batch)] == list(
+        range(plan.consumed_samples)
+    )
 
 
 def test_step_batches_reads_ahead_and_looks_up_each_position_once(monkeypatch):
     """When a batch is yielded, the next ones have been read; a shuffled and mapped MapDataset is a source of rows."""
     mesh = toy.mesh_of("one")
     plan, asked, position = toy.plan_for(mesh), [], RampPlan.position
-    monkeypatch.setattr(RampPlan, "position", lambda self, step: asked.append(step) or position(self, step))
+    monkeypatch.setattr(
+        RampPlan,
+        "position",
+        lambda self, step: asked.append(step) or position(self, step),
+    )
     read = []
-    source = grain.MapDataset.range(400).shuffle(seed=3).map(lambda row: read.append(row) or {"x": np.int32(row)})
+    source = (
+        grain.MapDataset.range(400)
+        .shuffle(seed=3)
+        .map(lambda row: read.append(row) or {"x": np.int32(row)})
+    )
     batches = step_batches(source, plan, mesh)
     held = np.asarray(next(batches).chunks[0]["x"])[0]
     assert len(read) >= 48
@@ -133,9 +177,17 @@ def test_split_rows_reads_only_missing_rows():
     mesh = toy.mesh_of("data")
     plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
     order = SampleOrder(1000, seed=None)
-    loader = BatchLoader(source=ItemRows(source), plan=plan, mesh=mesh, order=order, loading=part_of_the_rows(1, 2))
+    loader = BatchLoader(
+        source=ItemRows(source),
+        plan=plan,
+        mesh=mesh,
+        order=order,
+        loading=part_of_the_rows(1, 2),
+    )
     step = loader.read_step(11)
-    split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
+    split = plan.splitter.split_with(
+        step.position.split.global_batch_size, plan.splits[0].microbatch_size
+    )
     assert split != step.position.split
     assert step.position == plan.position(11)
     assert step.rows.tolist() == step.samples.tolist()
@@ -143,5 +195,7 @@ def test_split_rows_reads_only_missing_rows():
     rows = loader.split_rows(step, split)
     wanted = loader.samples_of(step.position, split)
     assert rows.tolist() == wanted.tolist()
-    assert sorted(source.read[before:]) == sorted(set(wanted.ravel().tolist()) - set(step.samples.tolist()))
+    assert sorted(source.read[before:]) == sorted(
+        set(wanted.ravel().tolist()) - set(step.samples.tolist())
+    )
     assert len(source.read) < before + wanted.size

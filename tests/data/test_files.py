@@ -21,7 +21,10 @@ def test_open_sources_reads_text(tmp_path):
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(f"text number {number}")
     train, held_out = open_rows("text", str(tmp_path / "*.txt"))
-    text, eval_text = (bytes(all_tokens(source)[0] + all_tokens(source)[1][-1:]) for source in (train, held_out))
+    text, eval_text = (
+        bytes(all_tokens(source)[0] + all_tokens(source)[1][-1:])
+        for source in (train, held_out)
+    )
     assert eval_text == b"text number 5\0text number 15\0"
     assert text.count(b"\0") == 18
     assert b"number 5\0" not in text
@@ -33,7 +36,9 @@ def test_open_sources_defaults_to_the_standard_library():
     """The standard library's source is enough to train on, and evaluation reads other files."""
     train, held_out = open_rows("text")
     assert len(train) > 10 * len(held_out) / 2 > 1000
-    assert not {train.describe(row).split(" from")[0] for row in range(0, len(train), 1000)} & {
+    assert not {
+        train.describe(row).split(" from")[0] for row in range(0, len(train), 1000)
+    } & {
         held_out.describe(row).split(" from")[0] for row in range(0, len(held_out), 100)
     }
 
@@ -43,7 +48,9 @@ def test_open_sources_reads_token_arrays(tmp_path, suffix):
     """Memory-mapped .npy and .bin files give their tokens; the last rows are held out."""
     tokens = np.arange(1, 42, dtype=np.uint16)
     path = tmp_path / f"tokens.{suffix}"
-    np.save(path, tokens) if suffix == "npy" else path.write_bytes(tokens.astype("<u2").tobytes())
+    np.save(path, tokens) if suffix == "npy" else path.write_bytes(
+        tokens.astype("<u2").tobytes()
+    )
     train, held_out = open_rows("tokens", str(path))
     assert (len(train), len(held_out)) == (9, 1)
     assert all_tokens(train)[0] + all_tokens(held_out)[0] == list(range(1, 41))
@@ -62,7 +69,10 @@ def test_open_sources_reads_array_records(tmp_path):
     batch = train.read(np.array([1, 0]))
     assert batch["tokens"].tolist() == [[6, 7, 0, 0, 0], [1, 2, 3, 4, 5]]
     assert batch["length"].tolist() == [1, 4]
-    with pytest.raises(DataError, match=r"record 20 of .*rows.array_record has 12 bytes; it must be 2 to 5 tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"record 20 of .*rows.array_record has 12 bytes; it must be 2 to 5 tokens",
+    ):
         held_out.read(np.array([len(held_out) - 1]))
 
 
@@ -74,16 +84,32 @@ def test_open_sources_reads_array_records(tmp_path):
         ("a.npy", None, "matches no file"),
         ("a.npy", b"", "cannot be read as tokens"),
         ("a.npy", b"\x93NUMPY garbage", "cannot be read as tokens"),
-        ("a.npy", np.zeros((2, 3), np.int32), "must be a one-dimensional array of integers"),
-        ("a.npy", np.zeros(30, np.float32), "must be a one-dimensional array of integers"),
+        (
+            "a.npy",
+            np.zeros((2, 3), np.int32),
+            "must be a one-dimensional array of integers",
+        ),
+        (
+            "a.npy",
+            np.zeros(30, np.float32),
+            "must be a one-dimensional array of integers",
+        ),
         ("a.npy", np.array([{}], object), "cannot be read as tokens"),
         ("a.npy", np.zeros(1, np.int32), "fewer than two tokens"),
         ("a.npy", np.zeros(5, np.int32), "too few to hold out"),
         ("a.bin", b"", r"a\.bin cannot be read as tokens: 0 bytes"),
         ("a.bin", bytes(4001), r"a\.bin cannot be read as tokens: 4,001 bytes"),
-        ("a.npy", lambda path: (np.save(path, np.zeros(4000)), os.truncate(path, 4000)), "cannot be read as tokens"),
+        (
+            "a.npy",
+            lambda path: (np.save(path, np.zeros(4000)), os.truncate(path, 4000)),
+            "cannot be read as tokens",
+        ),
         ("a.csv", b"1,2", "must end in .npy or .bin"),
-        ("a.bin", lambda path: path.symlink_to("nowhere"), r"a\.bin, which is a broken link"),
+        (
+            "a.bin",
+            lambda path: path.symlink_to("nowhere"),
+            r"a\.bin, which is a broken link",
+        ),
         # From a pipe, reading would never end.
         ("a.bin", os.mkfifo, r"a\.bin, which is not a regular file"),
     ],
@@ -107,7 +133,10 @@ def test_read_names_tokens_outside_the_vocabulary(tmp_path):
     """A token beyond the vocabulary is refused with file, row and value."""
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, 5, 6, 300, 8, 9] * 5, np.int32))
     train, _ = open_rows("tokens", str(tmp_path / "a.npy"))
-    with pytest.raises(DataError, match=r"a.npy from token 4 \(row 1\): token 300 must be at least 0 and below vocab_size=256"):
+    with pytest.raises(
+        DataError,
+        match=r"a.npy from token 4 \(row 1\): token 300 must be at least 0 and below vocab_size=256",
+    ):
         train.read(np.array([0, 1]))
 
 
@@ -122,7 +151,9 @@ def test_open_sources_holds_out_the_last_rows_of_few_text_files(tmp_path):
         open_rows("text", str(tmp_path / "my.txt"))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", ">u2", "int64"])
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "uint16", "int32", "uint32", ">u2", "int64"]
+)
 @pytest.mark.parametrize("number", [1, 2, 1000])
 def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
     """Every part of a .npy file, of either byte order, is that of the array."""
@@ -130,7 +161,13 @@ def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
     np.save(tmp_path / "a.npy", array)
     file = open_token_file(str(tmp_path / "a.npy"), "uint16")
     assert len(file) == number
-    for part in (slice(0, number), slice(0, 0), slice(number // 2, number + 50), slice(number, number + 5), slice(1, 3)):
+    for part in (
+        slice(0, number),
+        slice(0, 0),
+        slice(number // 2, number + 50),
+        slice(number, number + 5),
+        slice(1, 3),
+    ):
         np.testing.assert_array_equal(file[part], array[part])
 
 
@@ -165,12 +202,17 @@ def test_more_token_files_than_may_be_open(tmp_path, few_files):
     wanted = [np.random.default_rng(seed).permutation(len(train)) for seed in range(8)]
     with ThreadPoolExecutor(8) as threads:
         for rows, batch in zip(wanted, threads.map(train.read, wanted), strict=True):
-            np.testing.assert_array_equal(batch["tokens"], np.repeat((rows // 2 % 200)[:, None], 5, axis=1))
+            np.testing.assert_array_equal(
+                batch["tokens"], np.repeat((rows // 2 % 200)[:, None], 5, axis=1)
+            )
     assert held_out.read(np.array([0]))["tokens"].shape == (1, 5)
     (tmp_path / "new").write_bytes((tmp_path / "000.bin").read_bytes())
     (tmp_path / "new").rename(tmp_path / "000.bin")
     train.read(np.arange(100, 300))
-    with pytest.raises(DataError, match=r"row 0\): .*000\.bin is another file than when the run started"):
+    with pytest.raises(
+        DataError,
+        match=r"row 0\): .*000\.bin is another file than when the run started",
+    ):
         train.read(np.array([0]))
 
 
@@ -178,12 +220,19 @@ def test_fingerprints_are_read_once_and_shared(tmp_path, monkeypatch):
     """A file of the same size and times is not read again; one of another content is, whatever its time; shares add up."""
     paths = [str(tmp_path / f"{number}.bin") for number in range(5)]
     read, digest = [], hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(Path(file.name).name) or digest(file, kind))
+    monkeypatch.setattr(
+        hashlib,
+        "file_digest",
+        lambda file, kind: read.append(Path(file.name).name) or digest(file, kind),
+    )
     monkeypatch.setattr(files, "_SETTLED_NS", -1)
     for number, path in enumerate(paths):
         Path(path).write_text(str(number))
     parts = [fingerprints(paths, share, 2) for share in range(2)]
-    assert [list(part) for part in parts] == [["0.bin", "2.bin", "4.bin"], ["1.bin", "3.bin"]]
+    assert [list(part) for part in parts] == [
+        ["0.bin", "2.bin", "4.bin"],
+        ["1.bin", "3.bin"],
+    ]
     assert sorted(read) == [f"{number}.bin" for number in range(5)]
     assert fingerprints(paths) == parts[0] | parts[1]
     status = os.stat(paths[3])

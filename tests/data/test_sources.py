@@ -19,25 +19,43 @@ from rampup.errors import DataError
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8, 9, 10])
 def test_token_rows_have_every_token_as_target_once(number):
     """Rows cover an array without loss: every token but the last is an input once, every token but the first a target."""
-    source = TokenRows([np.arange(number)], ["array"], sequence_length=4, vocab_size=100)
+    source = TokenRows(
+        [np.arange(number)], ["array"], sequence_length=4, vocab_size=100
+    )
     assert all_tokens(source) == (list(range(number - 1)), list(range(1, number)))
 
 
 def test_token_rows_do_not_cross_arrays():
     """Each file has rows of its own, which name it."""
-    source = TokenRows([np.arange(6), np.arange(50, 53)], ["one", "two"], sequence_length=4, vocab_size=100)
+    source = TokenRows(
+        [np.arange(6), np.arange(50, 53)],
+        ["one", "two"],
+        sequence_length=4,
+        vocab_size=100,
+    )
     assert source.read(np.array([2]))["tokens"].tolist() == [[50, 51, 52, 0, 0]]
-    names = ["one from token 0 (row 0)", "one from token 4 (row 1)", "two from token 0 (row 2)"]
+    names = [
+        "one from token 0 (row 0)",
+        "one from token 4 (row 1)",
+        "two from token 0 (row 2)",
+    ]
     assert [source.describe(row) for row in range(3)] == names
 
 
 def test_synthetic_rows_follow_from_their_number():
     """Row n is the same every time, whatever it is read with, and other rows are held out. A source is taken as it is."""
     train, held_out = open_rows("synthetic")
-    assert (train.read(np.array([3, 9]))["tokens"][1] == train.read(np.array([9]))["tokens"][0]).all()
-    assert not (train.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]).all()
+    assert (
+        train.read(np.array([3, 9]))["tokens"][1]
+        == train.read(np.array([9]))["tokens"][0]
+    ).all()
+    assert not (
+        train.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]
+    ).all()
     assert as_source(train) is train
-    assert as_source([{"a": (1, 2)}, {"a": (3, 4)}]).read(np.array([1]))["a"][1].tolist() == [4]
+    assert as_source([{"a": (1, 2)}, {"a": (3, 4)}]).read(np.array([1]))["a"][
+        1
+    ].tolist() == [4]
 
 
 def test_stream_takes_no_more_rows_than_its_steps():
@@ -45,7 +63,10 @@ def test_stream_takes_no_more_rows_than_its_steps():
     step, source = start(steps=4)[0], iter(rows())
     next(step.stream(source))
     assert next(source)["id"] == 16
-    with pytest.raises(DataError, match="step 0 needs 16 rows in this process, but the source ended after 5"):
+    with pytest.raises(
+        DataError,
+        match="step 0 needs 16 rows in this process, but the source ended after 5",
+    ):
         next(step.stream(rows()[:5]))
     assert len(list(step.stream(rows()[:32]))) == 2
 
@@ -58,24 +79,42 @@ COLUMNS = {"image": np.ones((64, 2)), "label": np.ones(64)}
     [
         (grain.MapDataset.range(99).to_iter_dataset(), {}, "step.stream"),
         ((n for n in range(9)), {}, "step.stream"),
-        (grain.MapDataset.range(99).filter(lambda n: n % 2), {}, "row 0 of .* is None, .* filter the rows before"),
+        (
+            grain.MapDataset.range(99).filter(lambda n: n % 2),
+            {},
+            "row 0 of .* is None, .* filter the rows before",
+        ),
         (grain.MapDataset.range(99).repeat(), {"seed": 1}, "seed=None"),
-        (tuple(COLUMNS.values()), {}, r"of shape \[64, 2\], \[64\] looks like columns.* list\(zip\(\*columns\)\)"),
+        (
+            tuple(COLUMNS.values()),
+            {},
+            r"of shape \[64, 2\], \[64\] looks like columns.* list\(zip\(\*columns\)\)",
+        ),
         (rows(), {"batched": True}, "step.stream\\(source, batched=True\\)"),
-        (COLUMNS, {}, r"a dict of arrays \('image', 'label'\) is not indexed by row.*grain.MapDataset"),
+        (
+            COLUMNS,
+            {},
+            r"a dict of arrays \('image', 'label'\) is not indexed by row.*grain.MapDataset",
+        ),
         (rows(), {"stop": 13}, "steps 0 to 13 .* 0 to 12"),
     ],
 )
 def test_sources_that_cannot_be_indexed_are_refused(source, options, words):
     """Iterators, filtered and endless datasets and columns are errors that name the remedy; so are steps beyond the plan."""
     with pytest.raises(DataError, match=words):
-        next(rampup.step_batches(source, plan_for(mesh_of("one")), mesh_of("one"), **options))
+        next(
+            rampup.step_batches(
+                source, plan_for(mesh_of("one")), mesh_of("one"), **options
+            )
+        )
 
 
 def test_rows_by_number_are_a_source():
     """The remedy for columns works, and so does a dictionary of rows by number."""
     step, _ = start(schedule="0:8", steps=1)
-    rows_of = grain.MapDataset.range(64).map(lambda row: {name: x[row] for name, x in COLUMNS.items()})
+    rows_of = grain.MapDataset.range(64).map(
+        lambda row: {name: x[row] for name, x in COLUMNS.items()}
+    )
     for source in (rows_of, dict(enumerate(rows_of))):
         assert next(step.batches(source)).chunks[0]["image"].shape == (1, 8, 2)
 
@@ -85,7 +124,12 @@ def test_map_dataset_has_epochs_of_its_own():
     mesh = mesh_of("one")
     source = grain.MapDataset.range(16).shuffle(seed=3)
     batches = rampup.step_batches(source, plan_for(mesh, "0:16", steps=2), mesh)
-    found = np.concatenate([np.concatenate(batch.chunks)[: batch.num_microbatches].ravel() for batch in batches])
+    found = np.concatenate(
+        [
+            np.concatenate(batch.chunks)[: batch.num_microbatches].ravel()
+            for batch in batches
+        ]
+    )
     assert found.tolist() == [source.repeat()[n] for n in range(32)]
     assert found[:16].tolist() != found[16:].tolist()
 
@@ -93,11 +137,26 @@ def test_map_dataset_has_epochs_of_its_own():
 @pytest.mark.parametrize(
     ("items", "batched", "words"),
     [
-        ([{"x": np.zeros((9, 4)), "y": np.zeros(7)}, {"x": np.zeros((7, 4)), "y": np.zeros(9)}], True, "arrays of 7, 9 rows"),
+        (
+            [
+                {"x": np.zeros((9, 4)), "y": np.zeros(7)},
+                {"x": np.zeros((7, 4)), "y": np.zeros(9)},
+            ],
+            True,
+            "arrays of 7, 9 rows",
+        ),
         ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
         ([{}], False, "arrays of no rows"),
-        ([{"x": {"text": "words"}, "y": 1.0}] * 99, False, r"batch\['x'\]\['text'\] cannot be put on a device"),
-        ([dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99, False, "batch cannot be put .* has object; give rows"),
+        (
+            [{"x": {"text": "words"}, "y": 1.0}] * 99,
+            False,
+            r"batch\['x'\]\['text'\] cannot be put on a device",
+        ),
+        (
+            [dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99,
+            False,
+            "batch cannot be put .* has object; give rows",
+        ),
     ],
 )
 def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
@@ -121,12 +180,20 @@ ROWS = grain.MapDataset.source([{"x": np.ones((2, 3), np.float32)} for _ in rang
 def test_batched_datasets_are_refused(dataset):
     """Where rows are expected, a dataset that batches is an error before a row is read, however it goes on."""
     step, _ = start(schedule="0:8", steps=2)
-    with pytest.raises(DataError, match=r"is batched .* the plan decides .* or train with step.stream"):
+    with pytest.raises(
+        DataError, match=r"is batched .* the plan decides .* or train with step.stream"
+    ):
         next(step.batches(dataset))
-    for source in (dataset.to_iter_dataset(), iter(dataset.to_iter_dataset()), ROWS.to_iter_dataset().batch(4)):
+    for source in (
+        dataset.to_iter_dataset(),
+        iter(dataset.to_iter_dataset()),
+        ROWS.to_iter_dataset().batch(4),
+    ):
         with pytest.raises(DataError, match=r"is batched .* or give batched=True"):
             next(step.stream(source))
-    assert next(step.stream(ROWS.to_iter_dataset().batch(4), batched=True)).chunks[0]["x"].shape == (1, 8, 2, 3)
+    assert next(step.stream(ROWS.to_iter_dataset().batch(4), batched=True)).chunks[0][
+        "x"
+    ].shape == (1, 8, 2, 3)
 
 
 def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
@@ -134,8 +201,12 @@ def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
     step, _ = start(schedule="0:8", steps=2)
 
     def loader(*operations):
-        sampler = grain.samplers.IndexSampler(32, shard_options=grain.sharding.NoSharding(), num_epochs=1)
-        return grain.DataLoader(data_source=ROWS, sampler=sampler, operations=operations)
+        sampler = grain.samplers.IndexSampler(
+            32, shard_options=grain.sharding.NoSharding(), num_epochs=1
+        )
+        return grain.DataLoader(
+            data_source=ROWS, sampler=sampler, operations=operations
+        )
 
     class Pairs(grain.MapDataset):
         """Rows that are two elements each, which rampup cannot know."""
@@ -146,11 +217,19 @@ def test_batched_loaders_are_refused_and_rows_of_two_dimensions_are_not():
         def __getitem__(self, index):
             return ROWS.batch(2)[index]
 
-    for source in (loader(grain.transforms.Batch(4)), iter(loader(grain.transforms.Batch(4)))):
+    for source in (
+        loader(grain.transforms.Batch(4)),
+        iter(loader(grain.transforms.Batch(4))),
+    ):
         with pytest.raises(DataError, match="is batched"):
             next(step.stream(source))
     assert next(step.stream(loader())).chunks[0]["x"].shape == (1, 8, 2, 3)
-    assert next(step.batches(ROWS.map(lambda row: row))).chunks[0]["x"].shape == (1, 8, 2, 3)
+    assert next(step.batches(ROWS.map(lambda row: row))).chunks[0]["x"].shape == (
+        1,
+        8,
+        2,
+        3,
+    )
     assert next(step.batches(Pairs())).chunks[0]["x"].shape == (1, 8, 2, 2, 3)
 
 
@@ -158,7 +237,11 @@ class OneFile:
     """Rows of a file that is open once, read into one buffer: whoever reads meanwhile gets other rows."""
 
     def __init__(self, path):
-        self.file, self.buffer, self.busy = open(path, "rb", buffering=0), np.zeros(4, np.int32), 0  # noqa: SIM115
+        self.file, self.buffer, self.busy = (
+            open(path, "rb", buffering=0),  # noqa: SIM115
+            np.zeros(4, np.int32),
+            0,
+        )
 
     def __len__(self):
         return 64
@@ -178,10 +261,15 @@ def test_a_source_is_read_by_one_thread_and_each_row_is_copied(tmp_path):
     np.repeat(np.arange(64, dtype=np.int32), 4).tofile(tmp_path / "rows")
     source, mesh = OneFile(tmp_path / "rows"), mesh_of("one")
     plan = plan_for(mesh, "0:16", steps=40)
-    for one, other in zip(*(rampup.step_batches(source, plan, mesh, num_threads=4) for _ in range(2)), strict=True):
+    for one, other in zip(
+        *(rampup.step_batches(source, plan, mesh, num_threads=4) for _ in range(2)),
+        strict=True,
+    ):
         start = one.position.consumed_samples
         for batch in (one, other):
-            assert np.asarray(batch.chunks[0]["x"])[..., 0].ravel().tolist() == [n % 64 for n in range(start, start + 16)]
+            assert np.asarray(batch.chunks[0]["x"])[..., 0].ravel().tolist() == [
+                n % 64 for n in range(start, start + 16)
+            ]
 
 
 @pytest.mark.parametrize(("declared", "num_threads"), [(False, 1), (True, 2)])
@@ -203,7 +291,16 @@ def test_a_source_declares_that_threads_may_read_it(declared, num_threads):
                 time.sleep(0.001)
             return np.int32(row)
 
-    assert len(list(rampup.step_batches(Rows(), plan_for(mesh_of("one"), steps=4), mesh_of("one")))) == 4
+    assert (
+        len(
+            list(
+                rampup.step_batches(
+                    Rows(), plan_for(mesh_of("one"), steps=4), mesh_of("one")
+                )
+            )
+        )
+        == 4
+    )
     assert len(found) == num_threads
 
 
@@ -217,7 +314,10 @@ class Augmented:
         return 64
 
     def __getitem__(self, row):
-        return {"x": self.change(self.generator, np.arange(9.0) + row), "label": np.float32(np.nan)}
+        return {
+            "x": self.change(self.generator, np.arange(9.0) + row),
+            "label": np.float32(np.nan),
+        }
 
 
 @pytest.mark.parametrize("step_number", [0, 3])
@@ -225,11 +325,20 @@ def test_a_source_whose_rows_differ_when_read_again_is_refused(step_number):
     """A generator of the source's own gives other rows after every resume; one that is made of the row's number does not."""
     step, _ = start(schedule="0:16", steps=4)
     flip = lambda rng, x: x[::-1] if rng.random() < 0.5 else x  # noqa: E731
-    for change in (flip, lambda rng, x: np.roll(x, rng.integers(9)), lambda rng, x: x + rng.normal()):
-        with pytest.raises(DataError, match=r"read again, in batch\['x'\]: .*default_rng\(\(seed, row\)\)"):
+    for change in (
+        flip,
+        lambda rng, x: np.roll(x, rng.integers(9)),
+        lambda rng, x: x + rng.normal(),
+    ):
+        with pytest.raises(
+            DataError,
+            match=r"read again, in batch\['x'\]: .*default_rng\(\(seed, row\)\)",
+        ):
             next(step.batches(Augmented(change), start=step_number))
         next(step.stream(Augmented(change)[row] for row in range(64)))
-    seeded = Augmented(lambda rng, x: np.roll(x, np.random.default_rng((7, int(x[0]))).integers(9)))
+    seeded = Augmented(
+        lambda rng, x: np.roll(x, np.random.default_rng((7, int(x[0]))).integers(9))
+    )
     assert len(list(step.batches(seeded, start=step_number))) == 4 - step_number
 
 
@@ -237,9 +346,13 @@ def test_batches_that_are_given_as_rows_are_warned_of():
     """A list and a generator of batches name `batched=True`; `batched=False` says that each is one row."""
     step, _ = start(schedule="0:8", steps=2)
     loader = [{"x": np.ones((4, 2), np.float32), "y": np.ones(4, np.float32)}] * 16
-    for batches in (lambda **options: step.batches(loader, **options), lambda **options: step.stream(iter(loader), **options)):
+    for batches in (
+        lambda **options: step.batches(loader, **options),
+        lambda **options: step.stream(iter(loader), **options),
+    ):
         with pytest.warns(
-            rampup.DataWarning, match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True.*batched=False"
+            rampup.DataWarning,
+            match=r"\[4, 2\], \[4\]. If it is a batch of 4 rows.* batched=True.*batched=False",
         ):
             next(batches())
         with warnings.catch_warnings():
@@ -268,7 +381,11 @@ ORDINARY = {
 def test_ordinary_rows_are_not_warned_of(shapes):
     """No usual row is taken for a batch, by number or one after the other."""
     step, _ = start(schedule="0:8", steps=2)
-    row = jax.tree.map(lambda shape: np.ones(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    row = jax.tree.map(
+        lambda shape: np.ones(shape, np.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         next(step.batches([row] * 16))
@@ -278,18 +395,44 @@ def test_ordinary_rows_are_not_warned_of(shapes):
 EMPTY, RECORD = np.zeros((0, 3)), np.zeros(2, [("a", "i4"), ("b", "f4")])
 # The array of row 5, that of the other rows, and the error.
 UNUSUAL = {
-    "empty": (EMPTY, EMPTY, r"batch\['x'\].* row 0 of .* has the shape \[0, 3\], and so no numbers"),
+    "empty": (
+        EMPTY,
+        EMPTY,
+        r"batch\['x'\].* row 0 of .* has the shape \[0, 3\], and so no numbers",
+    ),
     "structured": (RECORD, RECORD, r"batch\['x'\].* row 0 of .* has \[\('a', '<i4'\)"),
-    "longer": (np.zeros(3), np.zeros(2), r"row 5 of .*\['x'\] is of shape \[3\], but of shape \[2\] in row 0"),
-    "deeper": ({"z": np.zeros(2)}, np.zeros(2), r"row 5 of .*\['x'\] is absent, but of shape \[2\] in row 0"),
-    "integer": (np.int64([1, 2**32 + 5]), np.int64([0, 0]), r"\['x'\].* row 5 of .* has 4294967301, .* not fit int32; split"),
-    "unsigned": (np.uint64([1, 2**32]), np.uint64([0, 0]), r"row 5 of .* has 4294967296, which does not fit uint32"),
-    "number": (np.array([np.nan, -1e300]), np.zeros(2), r"row 5 of .* has -1e\+300, which does not fit float32; scale"),
+    "longer": (
+        np.zeros(3),
+        np.zeros(2),
+        r"row 5 of .*\['x'\] is of shape \[3\], but of shape \[2\] in row 0",
+    ),
+    "deeper": (
+        {"z": np.zeros(2)},
+        np.zeros(2),
+        r"row 5 of .*\['x'\] is absent, but of shape \[2\] in row 0",
+    ),
+    "integer": (
+        np.int64([1, 2**32 + 5]),
+        np.int64([0, 0]),
+        r"\['x'\].* row 5 of .* has 4294967301, .* not fit int32; split",
+    ),
+    "unsigned": (
+        np.uint64([1, 2**32]),
+        np.uint64([0, 0]),
+        r"row 5 of .* has 4294967296, which does not fit uint32",
+    ),
+    "number": (
+        np.array([np.nan, -1e300]),
+        np.zeros(2),
+        r"row 5 of .* has -1e\+300, which does not fit float32; scale",
+    ),
 }
 
 
 @pytest.mark.parametrize(("unusual", "usual", "words"), UNUSUAL.values(), ids=UNUSUAL)
-def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(unusual, usual, words):
+def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(
+    unusual, usual, words
+):
     """JAX would fail in its own words, or drop the upper half of an integer, without the name of the row."""
     step, _ = start(schedule="0:8", steps=2)
     items = [{"x": unusual if number == 5 else usual} for number in range(16)]
@@ -304,9 +447,29 @@ def test_rows_that_would_not_arrive_as_they_are_name_field_and_row(unusual, usua
 def test_numbers_of_64_bits_that_fit_arrive_and_all_do_with_x64():
     """Small integers and infinity are as they were; with x64, which threads that read do not see, so is everything."""
     step, _ = start(schedule="0:8", steps=2)
-    small = [{"n": np.int64(-(2**31)), "m": np.uint64(2**32 - 1), "x": np.float64(np.inf), "c": 1e3 + 1j}] * 16
-    row = jax.tree.map(lambda x: x.ravel()[0].item(), next(step.batches(small)).chunks[0])
+    small = [
+        {
+            "n": np.int64(-(2**31)),
+            "m": np.uint64(2**32 - 1),
+            "x": np.float64(np.inf),
+            "c": 1e3 + 1j,
+        }
+    ] * 16
+    row = jax.tree.map(
+        lambda x: x.ravel()[0].item(), next(step.batches(small)).chunks[0]
+    )
     assert row == {"n": -(2**31), "m": 2**32 - 1, "x": np.inf, "c": 1e3 + 1j}
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        large = next(start(schedule="0:8", steps=2)[0].batches([{"n": np.int64(2**40), "x": 1e300}] * 16)).chunks[0]
-        assert (large["n"].ravel()[0].item(), large["x"].ravel()[0].item()) == (2**40, 1e300)
+    with (
+        jax.enable_x64(True)
+        if hasattr(jax, "enable_x64")
+        else jax.experimental.enable_x64()
+    ):
+        large = next(
+            start(schedule="0:8", steps=2)[0].batches(
+                [{"n": np.int64(2**40), "x": 1e300}] * 16
+            )
+        ).chunks[0]
+        assert (large["n"].ravel()[0].item(), large["x"].ravel()[0].item()) == (
+            2**40,
+            1e300,
+        )

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - scripts and commands are in one line, as people write them
 """Tests of scripts, commands and base files as `rampup check` reads them, for all six systems."""
 
 import json
@@ -28,7 +27,9 @@ COMMANDS = {
 
 def command_words(system):
     """Return the words of a command with a batch of 64."""
-    return read_commands(f"BATCH=64\n{COMMANDS[system][0]}", "x.sh", {}, re.compile("!"))[-1].words
+    return read_commands(
+        f"BATCH=64\n{COMMANDS[system][0]}", "x.sh", {}, re.compile("!")
+    )[-1].words
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -38,7 +39,10 @@ def test_check_file_asks_for_an_unknown_variable(tmp_path, system):
     path = tmp_path / "run.sh"
     path.write_text(f"BATCH=$(cat size)\nHALF=$((BATCH / 2))\n{command}\n")
     if system != "trlx":  # no JSON without the number
-        with pytest.raises(ConfigError, match=r"the script does not say what \$BATCH is; add BATCH=\.\.\., or ") as error:
+        with pytest.raises(
+            ConfigError,
+            match=r"the script does not say what \$BATCH is; add BATCH=\.\.\., or ",
+        ) as error:
             check_file(path, system)
         assert error.value.problems or error.value.key
     assert check_file(path, system, ["BATCH=64"]).derived[key] == value
@@ -59,9 +63,20 @@ def test_check_reads_a_command_after_two_dashes(capsys, system):
 def test_check_command_runs_a_script_with_arguments(tmp_path):
     """`-- bash FILE ARGUMENTS` gives the script its positional parameters."""
     path = tmp_path / "run.sh"
-    path.write_text('B=$1\nif [ "$2" = big ]; then B=$((B * 2)); fi\nBATCH=$B\n' + COMMANDS["skyrl"][0])
-    assert check_command(["bash", str(path), "32", "big"], "skyrl").derived["samples_per_step"] == 320
-    with pytest.raises(ConfigError, match=r"add B=.* or the script's arguments: .* -- bash FILE ARGUMENTS"):
+    path.write_text(
+        'B=$1\nif [ "$2" = big ]; then B=$((B * 2)); fi\nBATCH=$B\n'
+        + COMMANDS["skyrl"][0]
+    )
+    assert (
+        check_command(["bash", str(path), "32", "big"], "skyrl").derived[
+            "samples_per_step"
+        ]
+        == 320
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"add B=.* or the script's arguments: .* -- bash FILE ARGUMENTS",
+    ):
         check_file(path, "skyrl")
 
 
@@ -85,7 +100,10 @@ def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, st
     command, key, value = COMMANDS[system]
     (tmp_path / "tests" / "gpu").mkdir(parents=True)
     (tmp_path / "examples").mkdir()
-    path, other = tmp_path / "tests" / "gpu" / "e2e.sh", tmp_path / "examples" / "run.sh"
+    path, other = (
+        tmp_path / "tests" / "gpu" / "e2e.sh",
+        tmp_path / "examples" / "run.sh",
+    )
     path.write_text(f"set -e\n{start}\npython summary.py --run_name x\n")
     missing = r"e2e\.sh:\d: this starts or sources a script that is not read: .*examples/run\.sh is neither"
     with pytest.raises(ConfigError, match=missing):
@@ -99,16 +117,26 @@ def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, st
 def test_keys_for_a_script_are_not_a_launch(tmp_path):
     """Arguments of a script change its sizes, in each of its kinds; a script that is not there is never read as defaults."""
     child, key, value = COMMANDS["skyrl"]
-    words = ["bash", str(tmp_path / "run.sh"), "trainer.micro_train_batch_size_per_gpu=2", "trainer.policy_mini_batch_size=8"]
+    words = [
+        "bash",
+        str(tmp_path / "run.sh"),
+        "trainer.micro_train_batch_size_per_gpu=2",
+        "trainer.policy_mini_batch_size=8",
+    ]
     path = tmp_path / "e2e.sh"
     path.write_text(" ".join(words))
     checks = (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl"))
     for check in checks:
-        with pytest.raises(ConfigError, match=r"run\.sh is neither beside this script nor in a folder above it"):
+        with pytest.raises(
+            ConfigError,
+            match=r"run\.sh is neither beside this script nor in a folder above it",
+        ):
             check()
     (tmp_path / "run.sh").write_text(f'BATCH=64\n{child} "$@"\n')
     for check in checks:
-        expect(check(), **{key: value, "data_parallel_size": 8, "mini_batch_samples": 40})
+        expect(
+            check(), **{key: value, "data_parallel_size": 8, "mini_batch_samples": 40}
+        )
     # A launcher of the machine, which starts the program that it is given, need not be there.
     words = ["/opt/launch.sh", *command_words("skyrl"), "trainer.epochs=2"]
     assert check_command(words, "skyrl").derived[key] == value
@@ -117,20 +145,32 @@ def test_keys_for_a_script_are_not_a_launch(tmp_path):
 def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
     """An argument stands in the script that gives it, everything else in the one that is started."""
     path, other = tmp_path / "e2e.sh", tmp_path / "run.sh"
-    other.write_text('\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x "$@"\n')
+    other.write_text(
+        '\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x "$@"\n'
+    )
     path.write_text("\nbash run.sh trainer.policy_mini_batch_size=y\n")
     with pytest.raises(ConfigError) as error:
         check_file(path, "skyrl")
-    assert sorted((Path(problem.path).name, problem.line) for problem in error.value.problems) == [("e2e.sh", 2), ("run.sh", 3)]
-    other.write_text('torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8)) "$@"\n')
+    assert sorted(
+        (Path(problem.path).name, problem.line) for problem in error.value.problems
+    ) == [("e2e.sh", 2), ("run.sh", 3)]
+    other.write_text(
+        'torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8)) "$@"\n'
+    )
     path.write_text("\n\nbash run.sh --train-iters y --tensor-model-parallel-size 1\n")
     with pytest.raises(ConfigError) as error:
         check_file(path, "megatron", ["world_size=8"])
-    assert sorted((Path(problem.path).name, problem.line) for problem in error.value.problems) == [("e2e.sh", 3), ("run.sh", 1)]
+    assert sorted(
+        (Path(problem.path).name, problem.line) for problem in error.value.problems
+    ) == [("e2e.sh", 3), ("run.sh", 1)]
     # A variable that only the script has which is started is one of its variables.
     path.write_text("bash run.sh --train-iters 3\n")
-    assert check_file(path, "megatron", ["world_size=8", "N=4"]).derived["num_microbatches"] == [2]
-    assert check_command(["bash", str(path)], "megatron", ["world_size=8", "N=4"]).derived["num_microbatches"] == [2]
+    assert check_file(path, "megatron", ["world_size=8", "N=4"]).derived[
+        "num_microbatches"
+    ] == [2]
+    assert check_command(
+        ["bash", str(path)], "megatron", ["world_size=8", "N=4"]
+    ).derived["num_microbatches"] == [2]
 
 
 @pytest.mark.parametrize(
@@ -138,15 +178,27 @@ def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
     [
         ("bash $0", r"run\.sh:1: .*/run\.sh starts itself"),
         ("source ./run.sh", r"run\.sh starts itself"),
-        ("N=${N:-0}; export N=$((N + 1)); bash run.sh", "scripts start each other too often, 20 deep or 200 in all"),
+        (
+            "N=${N:-0}; export N=$((N + 1)); bash run.sh",
+            "scripts start each other too often, 20 deep or 200 in all",
+        ),
         ('bash run.sh a "$@"; bash run.sh b "$@"', "start each other too often"),
-        ("bash $FOLDER/x.sh", r"does not say what \$FOLDER is, in \$FOLDER/x\.sh; add FOLDER="),
+        (
+            "bash $FOLDER/x.sh",
+            r"does not say what \$FOLDER is, in \$FOLDER/x\.sh; add FOLDER=",
+        ),
         ("bash other.sh", "other.sh: cannot read the shell script: line 1"),
         ("bash <(curl http://x)", r"what <\(curl http://x\) prints is not known"),
         ("bash .", "\\. is neither"),
         ("srun -N 2 --mpi pmix missing.sh trainer.epochs=1", "missing.sh is neither"),
-        ("timeout 10m ssh host 'cd x && bash missing.sh trainer.epochs=1'", "missing.sh is neither"),
-        (f"source models/$1.sh; {COMMANDS['skyrl'][0]}", r"what \$1 is, in models/\$1\.sh"),
+        (
+            "timeout 10m ssh host 'cd x && bash missing.sh trainer.epochs=1'",
+            "missing.sh is neither",
+        ),
+        (
+            f"source models/$1.sh; {COMMANDS['skyrl'][0]}",
+            r"what \$1 is, in models/\$1\.sh",
+        ),
     ],
 )
 def test_check_file_ends_on_scripts_that_cannot_be_followed(tmp_path, text, said):
@@ -166,9 +218,20 @@ def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
     path.write_text(f"{others}\nBATCH=64\n{command}\n")
     found = check_file(path, "skyrl")
     assert found.derived["samples_per_step"] == 320
-    assert sum("what it sets or starts is not read" in note for note in found.notes) == 2 + 1
-    (tmp_path / "small.sh").write_text("python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=8\n")
+    assert (
+        sum("what it sets or starts is not read" in note for note in found.notes)
+        == 2 + 1
+    )
+    (tmp_path / "small.sh").write_text(
+        "python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=8\n"
+    )
     path.write_text(f"bash small.sh\nBATCH=64\n{command}\nbash small.sh\n")
     found = check_file(path, "skyrl")
     assert found.derived["samples_per_step"] == 320
-    expect(found, note=[f"read from line 3: {command[:50]}", f"similar commands in line 1 of {tmp_path / 'small.sh'}"])
+    expect(
+        found,
+        note=[
+            f"read from line 3: {command[:50]}",
+            f"similar commands in line 1 of {tmp_path / 'small.sh'}",
+        ],
+    )

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - scripts are in one line
 """Tests of what starts a run: Slurm, MPI, xpk, Kubernetes, base files, scripts of other machines, and which command and key count."""
 
 import re
@@ -44,26 +43,41 @@ TPUS = (
         "        containers:",
         "        parallelism: 4\n        nodeSelector: {cloud.google.com/gke-tpu-accelerator: tpu7x}\n        containers:",
     )
-    .replace("        - env", "        - resources: {limits: {google.com/tpu: 4}}\n          env")
+    .replace(
+        "        - env",
+        "        - resources: {limits: {google.com/tpu: 4}}\n          env",
+    )
 )
 ROLES = """apiVersion: kubeflow.org/v1
 spec:
   Master: {replicas: 1, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}, command: [bash, -c, "torchrun --nnodes $PET_NNODES COMMAND"]}]}}
   Worker: {replicas: 3, spec: {containers: [{resources: {limits: {nvidia.com/gpu: 8}}}]}}
 """.replace("COMMAND", GPT)
-VERTEX = '{"jobSpec": {"workerPoolSpecs": [{"containerSpec": {"command": ["sh", "-c", "' + MAXTEXT + '"]}}]}}'
+VERTEX = (
+    '{"jobSpec": {"workerPoolSpecs": [{"containerSpec": {"command": ["sh", "-c", "'
+    + MAXTEXT
+    + '"]}}]}}'
+)
 DEVICES = (
     'DEVICE=$(probe)\nif [ "$DEVICE" = npu ]; then A=(trainer.train_batch_size=8); else A=(trainer.train_batch_size=32); fi\n'
     'if [ "$DEVICE" = npu ]; then B=(trainer.logger=x); else B=(trainer.logger=y); fi\n'
     'python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 "${B[@]}" "${A[@]}"\n'
 )
 CONVERT = "python tools/checkpoint/convert.py --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 8 --seq-length 4"
-DPO, TRAINED_ON = "base_config: post_train/dpo.yml\nsteps: 100\n", "global_batch_size_to_train_on"
+DPO, TRAINED_ON = (
+    "base_config: post_train/dpo.yml\nsteps: 100\n",
+    "global_batch_size_to_train_on",
+)
 OWN_DPO = {"post_train/dpo.yml": "per_device_batch_size: 3\nbase_config: base.yml\n"}
 MAIN_PPO = "python3 -m verl.trainer.main_ppo"
-REST = ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "critic.enable=false")
+REST = (
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "critic.enable=false",
+)
 GSM8K = "defaults: [gsm8k_multiturn_grpo, _self_]\ndata: {max_prompt_length: 64}\n"
-OWN_GSM8K = {"gsm8k_multiturn_grpo.yaml": "defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n"}
+OWN_GSM8K = {
+    "gsm8k_multiturn_grpo.yaml": "defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n"
+}
 OTHER = f"{MAIN_PPO} --config-path=$HERE/config --config-name other {' '.join(REST)}\n"
 LARGE = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 "
 TORCHRUN = f"{LARGE.replace('64', '$b')}--train-iters 10 --seq-length 8"
@@ -182,14 +196,22 @@ def test_what_starts_a_run_is_read(tmp_path, name):
     if isinstance(wanted, str):
         with pytest.raises(ConfigError, match=wanted) as error:
             check_file(path, system, settings)
-        assert error.value.key == {"options": "DEVICE", "missing base_config": "base_config"}.get(name, error.value.key)
+        assert error.value.key == {
+            "options": "DEVICE",
+            "missing base_config": "base_config",
+        }.get(name, error.value.key)
     else:
         expect(check_file(path, system, settings), **wanted)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("launch.py", "a Python program"), ("README.md", "a text with commands in it")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("launch.py", "a Python program"), ("README.md", "a text with commands in it")],
+)
 def test_files_that_are_not_read_are_named(tmp_path, name, kind):
     """A launcher in Python and a description say what they are, and to paste the command."""
     (tmp_path / name).write_text(f"import os\nos.system('{SKYRL}')\n")
-    with pytest.raises(ConfigError, match=f"this is {kind}, which is not read; paste its command"):
+    with pytest.raises(
+        ConfigError, match=f"this is {kind}, which is not read; paste its command"
+    ):
         check_file(tmp_path / name, "skyrl")

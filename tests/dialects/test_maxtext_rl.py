@@ -7,7 +7,12 @@ from helpers.dialect_files import boundary_test, numbers_test, verdict
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
 
-VALID = {"batch_size": 8, "num_batches": 2, "rl": {"num_generations": 4, "num_iterations": 1}, "ici_fsdp_parallelism": 1}
+VALID = {
+    "batch_size": 8,
+    "num_batches": 2,
+    "rl": {"num_generations": 4, "num_iterations": 1},
+    "ici_fsdp_parallelism": 1,
+}
 
 
 def found(config=VALID, *settings, **more):
@@ -16,7 +21,10 @@ def found(config=VALID, *settings, **more):
 
 
 TRAIN, ROLLOUT = "train_micro_batch_size", "rollout_micro_batch_size"
-SLICES, TENSOR = {"num_trainer_slices": 1, "num_samplers_slices": 1}, "rollout_tensor_parallelism"
+SLICES, TENSOR = (
+    {"num_trainer_slices": 1, "num_samplers_slices": 1},
+    "rollout_tensor_parallelism",
+)
 AXES = {"rollout_data_parallelism": 4}
 BOUNDARIES = [
     (f"{TRAIN}_divides_batch", {TRAIN: 4}, {TRAIN: 3}, "rejects"),
@@ -27,26 +35,50 @@ BOUNDARIES = [
     ("batch_size_at_least_1", {}, {"batch_size": 0}, "rejects"),
     ("num_batches_at_least_1", {}, {"num_batches": 0}, "rejects"),
     ("num_epoch_at_least_1", {}, {"num_epoch": 0}, "rejects"),
-    ("num_generations_at_least_2", {"rl": {"num_generations": 2}}, {"rl": {"num_generations": 1}}, "rejects"),
+    (
+        "num_generations_at_least_2",
+        {"rl": {"num_generations": 2}},
+        {"rl": {"num_generations": 1}},
+        "rejects",
+    ),
     ("num_iterations_at_least_1", {}, {"rl": {"num_iterations": 0}}, "rejects"),
     ("train_fraction", {"train_fraction": 0.5}, {"train_fraction": 0.0}, "rejects"),
     ("train_fraction", {"train_fraction": 1.0}, {"train_fraction": 1.01}, "rejects"),
-    ("dataset_fills_a_batch", {"train_fraction": 0.5}, {"train_fraction": 0.49}, "rejects"),
+    (
+        "dataset_fills_a_batch",
+        {"train_fraction": 0.5},
+        {"train_fraction": 0.49},
+        "rejects",
+    ),
     ("trainer_devices_fraction", {}, {"trainer_devices_fraction": 0.0}, "rejects"),
-    ("sampler_devices_fraction", {"sampler_devices_fraction": 1.0}, {"sampler_devices_fraction": 1.5}, "rejects"),
+    (
+        "sampler_devices_fraction",
+        {"sampler_devices_fraction": 1.0},
+        {"sampler_devices_fraction": 1.5},
+        "rejects",
+    ),
     ("slices", SLICES, {"num_trainer_slices": 1}, "rejects"),
     ("rollout_axes", {TENSOR: -1, **AXES}, {TENSOR: -1}, "rejects"),
     ("rollout_axes", {}, {TENSOR: 0}, "rejects"),
     ("rollout_devices", {TENSOR: 8}, {TENSOR: 3}, "rejects"),
     ("rollout_devices", {TENSOR: 2, **AXES}, {TENSOR: 4, **AXES}, "rejects"),
-    ("tensor_in_slice", {**SLICES, "ici_tensor_parallelism": 4}, {**SLICES, "ici_tensor_parallelism": 3}, "rejects"),
+    (
+        "tensor_in_slice",
+        {**SLICES, "ici_tensor_parallelism": 4},
+        {**SLICES, "ici_tensor_parallelism": 3},
+        "rejects",
+    ),
     ("devices_left", {}, {"trainer_devices_fraction": 0.01}, "accepts"),
     ("older_name", {}, {"micro_batch_size": 2}, "rejects"),
 ]
-test_rules_break_just_beyond_their_boundary = boundary_test("maxtext_rl", VALID | {"num_devices": 16}, BOUNDARIES, exact=True)
+test_rules_break_just_beyond_their_boundary = boundary_test(
+    "maxtext_rl", VALID | {"num_devices": 16}, BOUNDARIES, exact=True
+)
 
 
-OPEN = {name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"} | {"train_micro_batch_size": 1}
+OPEN = {
+    name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"
+} | {"train_micro_batch_size": 1}
 LOSS, AGENTIC = "rl.loss_agg_mode", {"rl": VALID["rl"] | {"use_agentic_rollout": True}}
 NUMBERS = [
     # One prompt less than a batch is rejected, a full batch is not, and epochs count.
@@ -80,22 +112,42 @@ test_numbers_and_notes = numbers_test(found, NUMBERS)
 
 def test_read_accepts_nested_and_flat_keys(tmp_path):
     """The sections that MaxText mirrors may be used; a contradiction is an error."""
-    nested = {"dataset": {"batch_size": 8, "num_batches": 2}, "rl": VALID["rl"], "ici_fsdp_parallelism": 1}
+    nested = {
+        "dataset": {"batch_size": 8, "num_batches": 2},
+        "rl": VALID["rl"],
+        "ici_fsdp_parallelism": 1,
+    }
     assert found(nested).to_dict() == found().to_dict()
     assert found({**nested, "batch_size": 8}).to_dict() == found().to_dict()
     with pytest.raises(ConfigError, match="given twice"):
         found({**nested, "batch_size": 4})
-    (tmp_path / "base.yml").write_text(yaml.safe_dump(VALID | {"rl": {}, "num_generations": 4}))
-    (tmp_path / "mine.yml").write_text("base_config: base.yml\nrl:\n  num_generations: 2\n")
-    assert check_file(tmp_path / "mine.yml", "maxtext_rl").derived["samples_per_step"] == 16
+    (tmp_path / "base.yml").write_text(
+        yaml.safe_dump(VALID | {"rl": {}, "num_generations": 4})
+    )
+    (tmp_path / "mine.yml").write_text(
+        "base_config: base.yml\nrl:\n  num_generations: 2\n"
+    )
+    assert (
+        check_file(tmp_path / "mine.yml", "maxtext_rl").derived["samples_per_step"]
+        == 16
+    )
     assert found(VALID, "num_generations=2").derived["samples_per_step"] == 16
 
 
 def test_meanings_have_prompts_and_samples():
     """Every size is given in prompts and in samples."""
-    means = {line.says.partition(" ")[0]: line.means for line in found(VALID, train_micro_batch_size=2).meanings}
+    means = {
+        line.says.partition(" ")[0]: line.means
+        for line in found(VALID, train_micro_batch_size=2).meanings
+    }
     assert means["batch_size"].startswith("8 prompts = 32 samples")
-    assert means["train_micro_batch_size"].startswith("2 prompts = 8 samples per backward pass; 4 passes")
-    assert means["rollout_micro_batch_size"].startswith("2 prompts = 8 samples per generate call; 4 calls")
-    text = " ".join(line.means for line in found({"batch_size": 4, LOSS: "token-mean"}).meanings)
+    assert means["train_micro_batch_size"].startswith(
+        "2 prompts = 8 samples per backward pass; 4 passes"
+    )
+    assert means["rollout_micro_batch_size"].startswith(
+        "2 prompts = 8 samples per generate call; 4 calls"
+    )
+    text = " ".join(
+        line.means for line in found({"batch_size": 4, LOSS: "token-mean"}).meanings
+    )
     assert "every token of the batch counts alike" in text

@@ -8,46 +8,104 @@ from hypothesis import strategies as st
 from rampup.dialects.megatron import LinearRamp
 from rampup.errors import ConfigError, RampupError
 
-RAMP = {"rampup_batch_size": [16, 8, 500], "global_batch_size": 48, "micro_batch_size": 1}
+RAMP = {
+    "rampup_batch_size": [16, 8, 500],
+    "global_batch_size": 48,
+    "micro_batch_size": 1,
+}
 STEPS = {"step_batch_size_schedule": "0:8 100:16 250:32", "micro_batch_size": 1}
 CONSTANT = {"global_batch_size": 64, "micro_batch_size": 2}
 ROUNDED = {**RAMP, "decrease_batch_size_if_needed": True}
-TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+TP, PP, CP = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
 VP = "virtual_pipeline_model_parallel_size"
-INTERLEAVED = {"global_batch_size": 32, "micro_batch_size": 1, PP: 4, VP: 2, "num_layers": 16}
+INTERLEAVED = {
+    "global_batch_size": 32,
+    "micro_batch_size": 1,
+    PP: 4,
+    VP: 2,
+    "num_layers": 16,
+}
 REPLICAS = {"data_parallel_size": 8}
 
 
 def found(config, replicas=8, *settings, **more):
     """Check arguments as YAML."""
-    return verdict("megatron", {**config, **more}, f"data_parallel_size={replicas}", *settings)
+    return verdict(
+        "megatron", {**config, **more}, f"data_parallel_size={replicas}", *settings
+    )
 
 
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
 def test_ramps_equal_every_reference_case(case):
     """Phases, microbatches and thresholds of both kinds of ramp, as Megatron's own code ran them."""
-    wanted = {"ramp_phases": case["phases"], **{name: case[name] for name in ("num_microbatches", "thresholds_samples")}}
+    wanted = {
+        "ramp_phases": case["phases"],
+        **{name: case[name] for name in ("num_microbatches", "thresholds_samples")},
+    }
     result = found(case["config"], case["data_parallel_size"])
     expect(result, validator="accepts", **wanted)
-    assert [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in result.phases] == case["phases"]
+    assert [
+        [row["start_step"], row["global_batch_size"], row["start_sample"]]
+        for row in result.phases
+    ] == case["phases"]
 
 
-BLOOM = {"num_layers": 70, PP: 12, TP: 4, "micro_batch_size": 2, "global_batch_size": 2048, "train_samples": 220_000_000} | {
+BLOOM = {
+    "num_layers": 70,
+    PP: 12,
+    TP: 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 2048,
+    "train_samples": 220_000_000,
+} | {
     "rampup_batch_size": "192 16 9765625",
     "pp_partition_method": "type:transformer|embedding",
     "world_size": 384,
 }
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-DEEPSEEK = {"num_layers": 61, PP: 16, FIRST: 3, LAST: 2, "micro_batch_size": 1, "global_batch_size": 15360, "world_size": 2048}
-EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
-LAYOUT, PER_CHUNK = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+DEEPSEEK = {
+    "num_layers": 61,
+    PP: 16,
+    FIRST: 3,
+    LAST: 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 15360,
+    "world_size": 2048,
+}
+EMBEDDING, LOSS = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+LAYOUT, PER_CHUNK = (
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+)
 STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, PP: 4}
 WORLD = {**CONSTANT, "global_batch_size": 1024, "world_size": 64}
-FLOATS = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1, "data_parallel_size": 1}
+FLOATS = {
+    "rampup_batch_size": [1, 4, 22952],
+    "global_batch_size": 61,
+    "micro_batch_size": 1,
+    "data_parallel_size": 1,
+}
 NOT_CHECKED = "how layers are split is not checked"
 HEAD = {"megatron_version": "head", "data_parallel_size": 8}
-DECREASED = {"rampup_batch_size": "16 8 600", "global_batch_size": 64, "micro_batch_size": 4, "data_parallel_size": 3}
-AT_272 = {"rampup_batch_size": [256, 16, 10**6], "global_batch_size": 2048, "micro_batch_size": 4, "data_parallel_size": 64}
+DECREASED = {
+    "rampup_batch_size": "16 8 600",
+    "global_batch_size": 64,
+    "micro_batch_size": 4,
+    "data_parallel_size": 3,
+}
+AT_272 = {
+    "rampup_batch_size": [256, 16, 10**6],
+    "global_batch_size": 2048,
+    "micro_batch_size": 4,
+    "data_parallel_size": 64,
+}
 GROWING = {**INTERLEAVED, "global_batch_size": 64, "data_parallel_size": 8}
 ORDERED = {"ramp_phases": [[0, 8, 0], [13, 16, 104], [23, 32, 264]]}
 SCRIPT = """#!/bin/bash
@@ -119,7 +177,9 @@ NUMBERS = [
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
     (STEPS | REPLICAS, {"no_note": "April 2026"}),
 ]  # fmt: skip
-test_numbers_and_notes = numbers_test(lambda config: verdict("megatron", config), NUMBERS)
+test_numbers_and_notes = numbers_test(
+    lambda config: verdict("megatron", config), NUMBERS
+)
 
 
 def test_devices_and_conversion_are_refused_with_a_reason():
@@ -128,7 +188,10 @@ def test_devices_and_conversion_are_refused_with_a_reason():
         verdict("megatron", CONSTANT)
     with pytest.raises(ConfigError, match="is not the world size 64"):
         verdict("megatron", CONSTANT | {TP: 4}, "world_size=64", "data_parallel_size=8")
-    assert verdict("megatron", DEEPSEEK).conversion.refusal == "rampup's pipeline has the same number of layers in every stage"
+    assert (
+        verdict("megatron", DEEPSEEK).conversion.refusal
+        == "rampup's pipeline has the same number of layers in every stage"
+    )
     legacy, head = found(RAMP), verdict("megatron", RAMP | HEAD)
     assert (len(legacy.phases) > 1, head.phases) == (True, None)
     assert "enable_rampup_batch_size" not in head.conversion.values
@@ -137,9 +200,20 @@ def test_devices_and_conversion_are_refused_with_a_reason():
     assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
 
 
-GLOBAL, MICRO, DECREASE = "global_batch_size", "micro_batch_size", "decrease_batch_size_if_needed"
-LINEAR, SCHEDULE, GROUP = "rampup_batch_size", "step_batch_size_schedule", "microbatch_group_size_per_vp_stage"
-EVALUATED, STAGES8 = {**CONSTANT, "eval_global_batch_size": 24}, {**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}
+GLOBAL, MICRO, DECREASE = (
+    "global_batch_size",
+    "micro_batch_size",
+    "decrease_batch_size_if_needed",
+)
+LINEAR, SCHEDULE, GROUP = (
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+    "microbatch_group_size_per_vp_stage",
+)
+EVALUATED, STAGES8 = (
+    {**CONSTANT, "eval_global_batch_size": 24},
+    {**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"},
+)
 LISTED = [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["loss"]]
 BOUNDARIES = [
     ("batch_divisible", CONSTANT, {**CONSTANT, GLOBAL: 65}, "rejects"),
@@ -192,7 +266,9 @@ BOUNDARIES = [
     # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
     ("group_in_range", STAGES8, {**STAGES8, GLOBAL: 16}, "accepts"),
 ]  # fmt: skip
-test_rules_break_just_beyond_their_boundary = boundary_test("megatron", REPLICAS, BOUNDARIES, exact=True)
+test_rules_break_just_beyond_their_boundary = boundary_test(
+    "megatron", REPLICAS, BOUNDARIES, exact=True
+)
 
 
 def test_read_rejects_ambiguous_yaml():
@@ -200,14 +276,20 @@ def test_read_rejects_ambiguous_yaml():
     text = "a: {micro_batch_size: 2}\nb: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
     with pytest.raises(ConfigError, match="given twice"):
         verdict("megatron", text, "world_size=8")
-    assert verdict("megatron", text, "world_size=8", "micro_batch_size=4").derived["num_microbatches"] == [2]
+    assert verdict("megatron", text, "world_size=8", "micro_batch_size=4").derived[
+        "num_microbatches"
+    ] == [2]
     deeper = "micro_batch_size: 2\nvalidation: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
-    assert verdict("megatron", deeper, "world_size=8").derived["num_microbatches"] == [4]
+    assert verdict("megatron", deeper, "world_size=8").derived["num_microbatches"] == [
+        4
+    ]
 
 
 def test_pipeline_of_few_microbatches_runs():
     """Megatron runs fewer microbatches than stages: the phases have the bubble, and a note reports it."""
-    result = found(RAMP, 8, f"{PP}=4", rampup_batch_size=[24, 24, 500], global_batch_size=72)
+    result = found(
+        RAMP, 8, f"{PP}=4", rampup_batch_size=[24, 24, 500], global_batch_size=72
+    )
     expect(result, ok=True, note="never all busy")
     assert [row["num_pipeline_microbatches"] for row in result.phases] == [3, 6, 9]
     assert [row["bubble_fraction"] for row in result.phases] == [3 / 6, 3 / 9, 3 / 12]

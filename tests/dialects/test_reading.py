@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - commands are in one line
 """Tests of rampup.dialects.reading: files are read safely, typed, and with suspicion; what a system does not have is not ignored."""
 
 import re
@@ -9,7 +8,14 @@ from helpers.dialect_files import expect, rules
 from rampup.config.yaml import read_text
 from rampup.dialects import SYSTEMS, check_command, check_file, load_dialect
 from rampup.dialects.known import load_known_keys
-from rampup.dialects.reading import FACTS, Launch, Reading, entry, read_leaves, type_settings
+from rampup.dialects.reading import (
+    FACTS,
+    Launch,
+    Reading,
+    entry,
+    read_leaves,
+    type_settings,
+)
 from rampup.errors import ConfigError
 
 ENTRIES = {
@@ -18,7 +24,9 @@ ENTRIES = {
     "trainer.micro_batch_size": entry(None, "samples"),
     "trainer.flag": entry(False, "a switch", kind="bool"),
 }
-LAUNCH = Launch(system="Some System", program=re.compile("!"), example="!", entries=ENTRIES)
+LAUNCH = Launch(
+    system="Some System", program=re.compile("!"), example="!", entries=ENTRIES
+)
 
 
 def read(tmp_path, text, *overrides):
@@ -26,19 +34,39 @@ def read(tmp_path, text, *overrides):
     file = tmp_path / "file.yml"
     file.write_text(text)
     leaves, repeated = read_leaves(read_text(file), str(file))
-    reading = Reading(path=str(file), leaves=leaves, overrides=overrides, repeated=repeated)
+    reading = Reading(
+        path=str(file), leaves=leaves, overrides=overrides, repeated=repeated
+    )
     return type_settings(reading, LAUNCH)
 
 
 def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):
     """Nested mappings, dotted keys and overrides give one table, with the given keys; an override wins over the file."""
-    found = read(tmp_path, "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: {}\n", "trainer.flag=true")
+    found = read(
+        tmp_path,
+        "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: {}\n",
+        "trainer.flag=true",
+    )
     dotted = "trainer.train_batch_size: 9\ntrainer.model.path: m\n"
-    assert found.values == read(tmp_path, dotted, "trainer.flag=true", "trainer.train_batch_size=8").values
-    assert found.given == {"trainer.train_batch_size", "trainer.model.path", "trainer.flag"}
+    assert (
+        found.values
+        == read(
+            tmp_path, dotted, "trainer.flag=true", "trainer.train_batch_size=8"
+        ).values
+    )
+    assert found.given == {
+        "trainer.train_batch_size",
+        "trainer.model.path",
+        "trainer.flag",
+    }
     assert found.others.keys() == {"other"}
     assert found["trainer.micro_batch_size"] is None
-    assert read(tmp_path, "trainer.micro_batch_size: 8", "trainer.micro_batch_size=null")["trainer.micro_batch_size"] is None
+    assert (
+        read(tmp_path, "trainer.micro_batch_size: 8", "trainer.micro_batch_size=null")[
+            "trainer.micro_batch_size"
+        ]
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,7 +81,9 @@ def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):
 )
 def test_type_settings_resolves_references(tmp_path, value, expected):
     """A reference stands for the value of another key, or for its own default."""
-    found = read(tmp_path, f"trainer:\n  train_batch_size: 8\n  micro_batch_size: {value}\n")
+    found = read(
+        tmp_path, f"trainer:\n  train_batch_size: 8\n  micro_batch_size: {value}\n"
+    )
     assert found["trainer.micro_batch_size"] == expected
 
 
@@ -77,8 +107,14 @@ def test_type_settings_resolves_references(tmp_path, value, expected):
         ("{" * 2000, "nested too deeply"),
         ("trainer: {", "not valid YAML"),
         ("trainer:\n  train_batch_size: x\n  flag: 7\n", "2 problems"),
-        ("a0: &a0 [x, x]\n" + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 20)), "too large"),
-        pytest.param("trainer.train_batch_size: 8\n#" + "x" * 4_000_000, "larger than", id="huge"),
+        (
+            "a0: &a0 [x, x]\n"
+            + "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 20)),
+            "too large",
+        ),
+        pytest.param(
+            "trainer.train_batch_size: 8\n#" + "x" * 4_000_000, "larger than", id="huge"
+        ),
     ],
 )
 def test_type_settings_rejects_invalid_files(tmp_path, text, said):
@@ -99,7 +135,9 @@ def test_type_settings_rejects_invalid_files(tmp_path, text, said):
 )
 def test_type_settings_rejects_invalid_overrides(tmp_path, setting, said):
     """An override must be key=value, and set a key of the system, which the file need not set."""
-    found = read(tmp_path, "unrelated: 1", "trainer.train_batch_size=8", "trainer.logger=console")
+    found = read(
+        tmp_path, "unrelated: 1", "trainer.train_batch_size=8", "trainer.logger=console"
+    )
     assert found["trainer.train_batch_size"] == 8
     assert found.others.keys() == {"unrelated", "trainer.logger"}
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -110,7 +148,10 @@ SKYRL = "python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=32
 OWN_KEYS = f"{SKYRL} trainer.no_such_thing=1 terminal_bench_config.x=2"
 MEGATRON = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 1 --global-batch-size 64 --num-layers 30"
 STAGES = f"{MEGATRON} --pipeline-model-parallel-size 8"
-PADDED, OTHER_PROGRAM = f"{STAGES} --allow-padding-num-layers", MEGATRON.replace("pretrain_gpt", "mg_test")
+PADDED, OTHER_PROGRAM = (
+    f"{STAGES} --allow-padding-num-layers",
+    MEGATRON.replace("pretrain_gpt", "mg_test"),
+)
 VERL = "python3 -m verl.trainer.main_ppo data.train_batch_size=512"
 MAXTEXT = "python3 -m MaxText.train MaxText/configs/base.yml num_target_devices=8"
 MAXTEXT_RL = "python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml batch_size=4 num_target_devices=4"
@@ -163,7 +204,10 @@ def test_tables_say_which_versions_have_a_key():
     assert verl.life("actor_rollout_ref.rollout.n") == (2, 9)
     assert verl.life("trainer.use_v1") == (9, 9)
     assert verl.life("actor_rollout_ref.actor") == (1, 9)
-    assert verl.life("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params") is not None
+    assert (
+        verl.life("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params")
+        is not None
+    )
     assert verl.life("data.n_samples") is None
     assert load_known_keys("skyrl").life("trainer.n_samples_per_prompt") is None
 
@@ -174,18 +218,29 @@ def test_every_key_that_the_rules_read_is_one_of_the_system(system):
     launch = load_dialect(system).launch
     for name, found in launch.entries.items():
         assert found.key.convert(name, found.default) == found.default
-        assert not launch.keys or load_known_keys(launch.keys).life(name) or name in {*FACTS, "verl_version"}, name
+        assert (
+            not launch.keys
+            or load_known_keys(launch.keys).life(name)
+            or name in {*FACTS, "verl_version"}
+        ), name
 
 
 def test_files_of_forks_are_questions_or_have_notes(tmp_path):
     """Meshes of several kinds of devices are a question, answered by a setting; a YAML of another trainer names its keys."""
     path = tmp_path / "train.yaml"
-    path.write_text("micro_batch_size: 1\nglobal_batch_size: 8\nworld_size: 8\nenable_hetero: true\n")
+    path.write_text(
+        "micro_batch_size: 1\nglobal_batch_size: 8\nworld_size: 8\nenable_hetero: true\n"
+    )
     with pytest.raises(ConfigError, match="enable_hetero=True"):
         check_file(path, "megatron")
     assert check_file(path, "megatron", ["enable_hetero=null"]).ok
-    path.write_text("defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n")
-    expect(check_file(path, "verl"), note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)")
+    path.write_text(
+        "defaults: [ppo_trainer]\nactor_rollout_ref: {actor: {sac: {gamma: 1}}}\n"
+    )
+    expect(
+        check_file(path, "verl"),
+        note="no version of veRL has actor_rollout_ref.actor.sac.gamma (line 2)",
+    )
 
 
 def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
@@ -201,18 +256,35 @@ def test_keys_that_maxtext_does_not_have_are_refused_as_maxtext_does(tmp_path):
     base.parent.mkdir(parents=True)
     base.write_text("per_device_batch_size: 3\nno_such_thing: 0\n")
     found = check_file(path, "maxtext")
-    expect(found, ok=True, global_batch_size_to_train_on=24, note="MaxText/configs/base.yml: its base file")
+    expect(
+        found,
+        ok=True,
+        global_batch_size_to_train_on=24,
+        note="MaxText/configs/base.yml: its base file",
+    )
 
 
 def test_model_files_of_maxtext_forks_are_read_or_named(tmp_path):
     """The file of a model is read above base.yml if it is there; otherwise a model that MaxText does not have is named."""
-    command = "python3 -m MaxText.train configs/base.yml model_name=omni num_target_devices=8"
+    command = (
+        "python3 -m MaxText.train configs/base.yml model_name=omni num_target_devices=8"
+    )
     path = tmp_path / "scripts" / "run.sh"
     path.parent.mkdir()
     path.write_text(command)
-    expect(check_file(path, "maxtext"), global_batch_size_to_train_on=96, note="model_name=omni is no model of MaxText")
+    expect(
+        check_file(path, "maxtext"),
+        global_batch_size_to_train_on=96,
+        note="model_name=omni is no model of MaxText",
+    )
     (tmp_path / "configs" / "models").mkdir(parents=True)
-    (tmp_path / "configs" / "models" / "omni.yml").write_text("per_device_batch_size: 64\nbase_emb_dim: 8\n")
-    expect(check_file(path, "maxtext"), global_batch_size_to_train_on=512, note="omni.yml is read above base.yml")
+    (tmp_path / "configs" / "models" / "omni.yml").write_text(
+        "per_device_batch_size: 64\nbase_emb_dim: 8\n"
+    )
+    expect(
+        check_file(path, "maxtext"),
+        global_batch_size_to_train_on=512,
+        note="omni.yml is read above base.yml",
+    )
     path.write_text(f"{command} per_device_batch_size=2")
     expect(check_file(path, "maxtext"), global_batch_size_to_train_on=16)

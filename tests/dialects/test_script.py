@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - scripts and commands are in one line, as people write them
 """Tests of rampup.dialects.script: shell scripts are read as bash would expand them, and never executed."""
 
 import re
@@ -185,7 +184,9 @@ def test_read_commands_equals_bash(name, tmp_path):
     assert not any(command.unread for command in found)
     assert (ours := runs(found))
     wanted = runs(commands_by_bash(text, tmp_path, arguments.split()))
-    assert ours == wanted if name != "pipes" else sorted(ours) == sorted(wanted)  # the parts of a pipe run in any order
+    assert (
+        ours == wanted if name != "pipes" else sorted(ours) == sorted(wanted)
+    )  # the parts of a pipe run in any order
 
 
 @needs_bash
@@ -198,12 +199,21 @@ def test_read_commands_equals_bash(name, tmp_path):
 @example(values=[40, 40, 40], signs=["<<", "+"])
 def test_arithmetic_equals_bash(values, signs):
     """Arithmetic of three variables equals bash's; unknown stay what bash refuses, and what C leaves undefined or cuts off."""
-    names = "".join(f"{name}={value};" for name, value in zip("ABC", values, strict=True))
+    names = "".join(
+        f"{name}={value};" for name, value in zip("ABC", values, strict=True)
+    )
     expression = f"$((A {signs[0]} B {signs[1]} C))"
     found = read_commands(f"{names} run {expression}", "x.sh", {}, NESTED)[0].words[1]
-    answer = subprocess.run(["bash", "-c", f"{names} echo {expression}"], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        ["bash", "-c", f"{names} echo {expression}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     unknown = show_unknown(found).startswith("$((")
-    assert found == answer.stdout.strip() or (unknown and (answer.returncode or {"<<", ">>", "**"} & set(signs)))
+    assert found == answer.stdout.strip() or (
+        unknown and (answer.returncode or {"<<", ">>", "**"} & set(signs))
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,8 +228,14 @@ def test_arithmetic_equals_bash(values, signs):
         ("case $(uname) in a) L=1;; *) L=1;; esac\nrun $L", ("run", "1")),
         ("for f in *.txt; do run $f; done", ("run", "$f")),
         ("N=$(x) M=3\n(( N > 4 && (M = 5) ))\nrun $M", ("run", "$M")),
-        ("M=1 N=2\n(( M = $(f a, n=3 | g >= 2), N += 1 ))\nrun $M $N", ("run", "$M", "$N")),
-        ("N='N+N+N+N' M=M\nrun $((N)) $((M)) $((1/0))", ("run", "$((N+N+N+N))", "$((M))", "$((1/0))")),
+        (
+            "M=1 N=2\n(( M = $(f a, n=3 | g >= 2), N += 1 ))\nrun $M $N",
+            ("run", "$M", "$N"),
+        ),
+        (
+            "N='N+N+N+N' M=M\nrun $((N)) $((M)) $((1/0))",
+            ("run", "$((N+N+N+N))", "$((M))", "$((1/0))"),
+        ),
         ("M=$(x)\nrun ${M[a]} ${M[1]}", ("run", "$M", "$M")),
         ("N=2\nbash -c 'run --n $N'", ("run", "--n", "$N")),
     ],
@@ -246,7 +262,10 @@ def test_read_commands_names_what_it_cannot_know(text, words):
 def test_read_commands_finds_the_script_of_a_command(tmp_path, text, script):
     """The script is the first word after options, shells and launchers, with Slurm's numbers; a file that is an argument is not."""
     header = "#!/bin/bash\n#SBATCH --nodes=12 # all\n#SBATCH --gpus-per-node=4\n"
-    (tmp_path / "job.sh").write_text(header + 'run "${SLURM_NNODES:-}" "${SLURM_GPUS_PER_NODE:-}" "${A:-}" "${1:-}"\n')
+    (tmp_path / "job.sh").write_text(
+        header
+        + 'run "${SLURM_NNODES:-}" "${SLURM_GPUS_PER_NODE:-}" "${A:-}" "${1:-}"\n'
+    )
     first, *rest = read_commands(text, tmp_path / "x.sh", {}, NESTED)
     assert (first.script and Path(first.script).name) == (script[0] if script else "")
     assert [found.words[1:] for found in rest] == ([script[1:]] if script else [])
@@ -321,7 +340,12 @@ def test_what_is_open_is_asked_as_it_is(text, question):
 
 def test_an_array_that_is_given_has_its_words():
     """What a user gives for an array counts as its words."""
-    [command] = read_commands('A=($(hosts))\nrun ${#A[@]} ${A[1]} "${A[@]}"', "x.sh", {"A": "n1 n2 n3"}, NESTED)
+    [command] = read_commands(
+        'A=($(hosts))\nrun ${#A[@]} ${A[1]} "${A[@]}"',
+        "x.sh",
+        {"A": "n1 n2 n3"},
+        NESTED,
+    )
     assert command.words == ("run", "3", "n2", "n1", "n2", "n3")
 
 
@@ -333,15 +357,17 @@ def test_a_loop_without_end_is_followed_for_a_bounded_time():
 
 def test_a_sweep_reads_its_script_a_few_times(tmp_path):
     """Of many runs that one line starts, the first ones are read, and the script is parsed once; the others have a reason."""
-    (tmp_path / "launch.sh").write_text('while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift;; esac; shift; done\nrun $N "$M"\n')
+    (tmp_path / "launch.sh").write_text(
+        'while [ $# -gt 0 ]; do case $1 in -n) N=$2; shift;; esac; shift; done\nrun $N "$M"\n'
+    )
     text = "for n in {1..12}; do for M in a b c d e f g h; do export M\nbash launch.sh -n $n; done; done"
     before = parse.cache_info().misses
     found = read_commands(text, tmp_path / "sweep.sh", {}, NESTED)
     assert parse.cache_info().misses - before == 2
     assert runs(found) == [("run", "1", letter) for letter in "abcdefgh"]
-    assert [bool(command.unread) for command in found if command.script] == [False] * MAX_LAUNCHES + [True] * (
-        96 - MAX_LAUNCHES
-    )
+    assert [bool(command.unread) for command in found if command.script] == [
+        False
+    ] * MAX_LAUNCHES + [True] * (96 - MAX_LAUNCHES)
     assert "line 2 of" in found[-1].unread
     assert "starts launch.sh more than 8 times" in found[-1].unread
 
@@ -354,7 +380,13 @@ TOKENS = "if then fi for in do done case esac { } ( ) ; && | $A ${A $(x) \" ' ` 
 @example(["for ((;;)); do run; done"])
 @example(["f() { f; }\nf\nrun"])
 @example(["A=aaaaaaaaaa\n", *['A="$A$A$A$A$A$A$A$A"\n'] * 12])
-@example(["for a in {x}; do for b in {x}; do for c in {x}; do run; done; done; done".format(x="x " * 64)])
+@example(
+    [
+        "for a in {x}; do for b in {x}; do for c in {x}; do run; done; done; done".format(
+            x="x " * 64
+        )
+    ]
+)
 @example(["(" * 3000])
 @example(["$((" * 500])
 @example(["run $((9**9**9**9))"])

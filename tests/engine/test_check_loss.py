@@ -22,14 +22,23 @@ BATCH = {
     "z": _rng.normal(size=(8, D)).astype(np.float32),
     "y": _rng.normal(size=8).astype(np.float32),
     "c": (np.arange(8) % 3).astype(np.int32),
-    "t": np.where(np.arange(T) < LENGTHS[:, None], _rng.integers(1, V, (8, T)), 0).astype(np.int32),
+    "t": np.where(
+        np.arange(T) < LENGTHS[:, None], _rng.integers(1, V, (8, T)), 0
+    ).astype(np.int32),
     "u": _rng.integers(1, V, (8, T)).astype(np.int32),
     "n": np.arange(8),
     "weight": np.array([1, 2, 0.5, 3, 1, 2, 1, 0.1], np.float32),
 }
 PARAMS = {
     name: jnp.asarray(_rng.normal(size=shape).astype(np.float32) * 0.5)
-    for name, shape in {"w": (D,), "a": (D, 5), "b": (5, D), "e": (V, D), "o": (D, V), "k": (D, 3)}.items()
+    for name, shape in {
+        "w": (D,),
+        "a": (D, 5),
+        "b": (5, D),
+        "e": (V, D),
+        "o": (D, V),
+        "k": (D, 3),
+    }.items()
 }
 CE, KEY = optax.softmax_cross_entropy_with_integer_labels, jax.random.key(0)
 
@@ -73,12 +82,16 @@ def vae(p, b, noise):
     """Return the losses of a variational autoencoder."""
     mean, log_scale = b["x"] @ p["a"], 0.1 * (b["x"] @ p["a"])
     decoded = (mean + jnp.exp(log_scale) * noise) @ p["b"]
-    return ((decoded - b["x"]) ** 2).sum(-1) + 0.5 * (jnp.exp(2 * log_scale) + mean**2 - 1 - 2 * log_scale).sum(-1)
+    return ((decoded - b["x"]) ** 2).sum(-1) + 0.5 * (
+        jnp.exp(2 * log_scale) + mean**2 - 1 - 2 * log_scale
+    ).sum(-1)
 
 
 def log_ratio(p, b):
     """Return how much more probable one text is than another, per row."""
-    chosen, rejected = ((tokens(p, b | {"u": b[name]})[0] * (b["t"] > 0)).sum(-1) for name in ("u", "t"))
+    chosen, rejected = (
+        (tokens(p, b | {"u": b[name]})[0] * (b["t"] > 0)).sum(-1) for name in ("u", "t")
+    )
     return rejected - chosen
 
 
@@ -102,7 +115,12 @@ def pairwise(p, b):
 def crf(p, b):
     """Return the negative log-likelihood of a chain per row, by a scan over time."""
     scores = p["e"][b["t"]] @ p["k"]
-    forward = lambda alpha, s: (jax.nn.logsumexp(alpha[:, :, None] + p["b"][:3, :3], 1) + s, None)  # noqa: E731
+    forward = (
+        lambda alpha, s: (  # noqa: E731
+            jax.nn.logsumexp(alpha[:, :, None] + p["b"][:3, :3], 1) + s,
+            None,
+        )
+    )
     alpha, _ = jax.lax.scan(forward, scores[:, 0], scores.swapaxes(0, 1)[1:])
     return jax.nn.logsumexp(alpha, -1) - scores.sum(1)[jnp.arange(len(b["c"])), b["c"]]
 
@@ -110,15 +128,23 @@ def crf(p, b):
 def ctc(p, b):
     """Return the losses of alignments."""
     padding = jnp.zeros((len(b["t"]), T))
-    return optax.ctc_loss(p["e"][b["u"]] @ p["o"], padding, b["t"][:, :2] % (V - 1) + 1, padding[:, :2])
+    return optax.ctc_loss(
+        p["e"][b["u"]] @ p["o"], padding, b["t"][:, :2] % (V - 1) + 1, padding[:, :2]
+    )
 
 
 def in_type(dtype):
     """Return a loss that computes in a type."""
 
     def loss(p, b, k):
-        p, b = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, (p, b))
-        return errors(p, b).astype(jnp.float32).sum(), len(k), {"large": (errors(p, b) > 100).sum()}
+        p, b = jax.tree.map(
+            lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, (p, b)
+        )
+        return (
+            errors(p, b).astype(jnp.float32).sum(),
+            len(k),
+            {"large": (errors(p, b) > 100).sum()},
+        )
 
     return loss
 
@@ -131,22 +157,42 @@ def ppo(p, b, advantage):
 
 RIGHT = {
     "regression": whole(lambda p, b: errors(p, b).sum()),
-    "regression, mean over features": whole(lambda p, b: ((b["x"] @ p["a"] @ p["b"] - b["x"]) ** 2).mean(-1).sum()),
-    "weighted rows": whole(lambda p, b: (errors(p, b) * b["weight"]).sum(), lambda b: b["weight"].sum()),
+    "regression, mean over features": whole(
+        lambda p, b: ((b["x"] @ p["a"] @ p["b"] - b["x"]) ** 2).mean(-1).sum()
+    ),
+    "weighted rows": whole(
+        lambda p, b: (errors(p, b) * b["weight"]).sum(), lambda b: b["weight"].sum()
+    ),
     "huber": whole(lambda p, b: optax.huber_loss(b["x"] @ p["w"], b["y"]).sum()),
-    "quantile": whole(lambda p, b: (lambda e: jnp.maximum(0.9 * e, -0.1 * e).sum())(b["x"] @ p["w"] - b["y"])),
-    "poisson": whole(lambda p, b: (jnp.exp(b["x"] @ p["w"]) - b["c"] * (b["x"] @ p["w"])).sum()),
+    "quantile": whole(
+        lambda p, b: (lambda e: jnp.maximum(0.9 * e, -0.1 * e).sum())(
+            b["x"] @ p["w"] - b["y"]
+        )
+    ),
+    "poisson": whole(
+        lambda p, b: (jnp.exp(b["x"] @ p["w"]) - b["c"] * (b["x"] @ p["w"])).sum()
+    ),
     "classification": lambda p, b, k: (
         CE(logits(p, b), b["c"]).sum(),
         len(k),
         {"right": (logits(p, b).argmax(-1) == b["c"]).sum()},
     ),
     "label smoothing": whole(
-        lambda p, b: optax.softmax_cross_entropy(logits(p, b), optax.smooth_labels(jax.nn.one_hot(b["c"], 3), 0.1)).sum()
+        lambda p, b: optax.softmax_cross_entropy(
+            logits(p, b), optax.smooth_labels(jax.nn.one_hot(b["c"], 3), 0.1)
+        ).sum()
     ),
-    "focal": whole(lambda p, b: optax.sigmoid_focal_loss(logits(p, b), jax.nn.one_hot(b["c"], 3)).sum()),
-    "hinge": whole(lambda p, b: jnp.maximum(0, 1 - jnp.sign(b["y"]) * (b["x"] @ p["w"])).sum()),
-    "language model": whole(lambda p, b: (lambda x, m: (x * m).sum())(*tokens(p, b)), num_tokens),
+    "focal": whole(
+        lambda p, b: optax.sigmoid_focal_loss(
+            logits(p, b), jax.nn.one_hot(b["c"], 3)
+        ).sum()
+    ),
+    "hinge": whole(
+        lambda p, b: jnp.maximum(0, 1 - jnp.sign(b["y"]) * (b["x"] @ p["w"])).sum()
+    ),
+    "language model": whole(
+        lambda p, b: (lambda x, m: (x * m).sum())(*tokens(p, b)), num_tokens
+    ),
     "language model, mean of tokens times weight, guarded": lambda p, b, k: (
         lambda x, m: (
             (x * m).sum() / jnp.maximum(m.sum(), 1) * m.sum(),
@@ -154,55 +200,104 @@ RIGHT = {
             {"tokens": m.sum(), "nested": [{"nll": (x * m).sum()}]},
         )
     )(*tokens(p, b)),
-    "mean over tokens of each row": whole(lambda p, b: (lambda x, m: ((x * m).sum(-1) / m.sum(-1)).sum())(*tokens(p, b))),
-    "where instead of a product": whole(lambda p, b: (lambda x, m: jnp.where(m, x, 0).sum())(*tokens(p, b)), num_tokens),
+    "mean over tokens of each row": whole(
+        lambda p, b: (lambda x, m: ((x * m).sum(-1) / m.sum(-1)).sum())(*tokens(p, b))
+    ),
+    "where instead of a product": whole(
+        lambda p, b: (lambda x, m: jnp.where(m, x, 0).sum())(*tokens(p, b)), num_tokens
+    ),
     "z-loss": whole(
-        lambda p, b: (lambda z: (CE(z, b["u"]) + 1e-4 * jax.nn.logsumexp(z, -1) ** 2).sum())(p["e"][b["t"]] @ p["o"]),
+        lambda p, b: (
+            lambda z: (CE(z, b["u"]) + 1e-4 * jax.nn.logsumexp(z, -1) ** 2).sum()
+        )(p["e"][b["t"]] @ p["o"]),
         lambda b: b["t"].size,
     ),
-    "L2 times weight": whole(lambda p, b: errors(p, b).sum() + 0.1 * optax.tree.norm(p, squared=True) * len(b["y"])),
+    "L2 times weight": whole(
+        lambda p, b: (
+            errors(p, b).sum() + 0.1 * optax.tree.norm(p, squared=True) * len(b["y"])
+        )
+    ),
     "L1 times tokens": whole(
-        lambda p, b: (lambda x, m: (x * m).sum() + 0.01 * jnp.abs(p["e"]).sum() * m.sum())(*tokens(p, b)), num_tokens
+        lambda p, b: (
+            lambda x, m: (x * m).sum() + 0.01 * jnp.abs(p["e"]).sum() * m.sum()
+        )(*tokens(p, b)),
+        num_tokens,
     ),
     "vae, noise by row": by_row(lambda p, b, k: vae(p, b, jax.random.normal(k, (5,)))),
-    "dropout by row": by_row(lambda p, b, k: errors(p, b | {"x": b["x"] * jax.random.bernoulli(k, 0.9, (D,)) / 0.9})),
+    "dropout by row": by_row(
+        lambda p, b, k: errors(
+            p, b | {"x": b["x"] * jax.random.bernoulli(k, 0.9, (D,)) / 0.9}
+        )
+    ),
     "diffusion, time by row": by_row(
         lambda p, b, k: (lambda t, n: ((b["x"] * t + n) @ p["a"] @ p["b"] - n) ** 2)(
             jax.random.uniform(k), jax.random.normal(jax.random.fold_in(k, 1), (D,))
         ).sum()
     ),
     "gumbel softmax by row": by_row(
-        lambda p, b, k: jax.nn.softmax(b["x"] @ p["k"] + jax.random.gumbel(k, (3,))) @ (b["x"] @ p["k"])
+        lambda p, b, k: (
+            jax.nn.softmax(b["x"] @ p["k"] + jax.random.gumbel(k, (3,)))
+            @ (b["x"] @ p["k"])
+        )
     ),
-    "gamma noise by row": by_row(lambda p, b, k: noisy(p, b, jax.random.gamma(k, 2.0, (D,)))),
-    "layer norm": whole(lambda p, b: (jax.nn.standardize(b["x"] @ p["a"]) @ p["b"]).sum()),
+    "gamma noise by row": by_row(
+        lambda p, b, k: noisy(p, b, jax.random.gamma(k, 2.0, (D,)))
+    ),
+    "layer norm": whole(
+        lambda p, b: (jax.nn.standardize(b["x"] @ p["a"]) @ p["b"]).sum()
+    ),
     "ctc": whole(lambda p, b: ctc(p, b).sum()),
     "crf": whole(lambda p, b: crf(p, b).sum()),
     "bfloat16": in_type(jnp.bfloat16),
     "float16": in_type(jnp.float16),
     "distillation": whole(
         lambda p, b: optax.kl_divergence(
-            jax.nn.log_softmax(logits(p, b)), jax.lax.stop_gradient(jax.nn.softmax(b["x"] @ p["a"][:, :3]))
+            jax.nn.log_softmax(logits(p, b)),
+            jax.lax.stop_gradient(jax.nn.softmax(b["x"] @ p["a"][:, :3])),
         ).sum()
     ),
     "dpo": whole(lambda p, b: -jax.nn.log_sigmoid(0.1 * log_ratio(p, b)).sum()),
     "ppo": whole(lambda p, b: ppo(p, b, b["y"]).sum()),
     "reinforce, zero in value": whole(lambda p, b: ppo(p, b, b["y"] - b["y"]).sum()),
     "mixture of experts, entropy of each row": whole(
-        lambda p, b: (lambda g, hard: (errors(p, b) * (g * hard).sum(-1) - (g * jnp.log(g)).sum(-1)).sum())(*routed(p, b))
+        lambda p, b: (
+            lambda g, hard: (
+                errors(p, b) * (g * hard).sum(-1) - (g * jnp.log(g)).sum(-1)
+            ).sum()
+        )(*routed(p, b))
     ),
-    "gan": whole(lambda p, b: (jax.nn.softplus(-(b["z"] @ p["w"])) + jax.nn.softplus(b["x"] @ p["a"] @ p["b"] @ p["w"])).sum()),
+    "gan": whole(
+        lambda p, b: (
+            jax.nn.softplus(-(b["z"] @ p["w"]))
+            + jax.nn.softplus(b["x"] @ p["a"] @ p["b"] @ p["w"])
+        ).sum()
+    ),
     "triplet in a row": whole(
-        lambda p, b: (lambda d: jnp.maximum(d(b["x"] - b["z"]) - d(b["x"] + b["z"]) + 1, 0).sum())(
-            lambda x: ((x @ p["a"]) ** 2).sum(-1)
-        )
+        lambda p, b: (
+            lambda d: jnp.maximum(d(b["x"] - b["z"]) - d(b["x"] + b["z"]) + 1, 0).sum()
+        )(lambda x: ((x @ p["a"]) ** 2).sum(-1))
     ),
-    "simclr in a row": whole(lambda p, b: optax.losses.cosine_distance(b["x"] @ p["a"], b["z"] @ p["a"]).sum()),
-    "bias that no loss feels": whole(lambda p, b: CE(logits(p, b) + p["w"][0], b["c"]).sum()),
+    "simclr in a row": whole(
+        lambda p, b: optax.losses.cosine_distance(
+            b["x"] @ p["a"], b["z"] @ p["a"]
+        ).sum()
+    ),
+    "bias that no loss feels": whole(
+        lambda p, b: CE(logits(p, b) + p["w"][0], b["c"]).sum()
+    ),
     "sorted features": whole(lambda p, b: (jnp.sort(b["x"] * p["w"], -1)[:, :2]).sum()),
-    "cumulative sum over time": whole(lambda p, b: (jnp.cumsum(p["e"][b["t"]], 1) @ p["w"]).sum()),
+    "cumulative sum over time": whole(
+        lambda p, b: (jnp.cumsum(p["e"][b["t"]], 1) @ p["w"]).sum()
+    ),
     "scan over rows": whole(
-        lambda p, b: jax.lax.scan(lambda s, row: (s + errors(p, jax.tree.map(lambda x: x[None], row))[0], None), 0.0, b)[0]
+        lambda p, b: jax.lax.scan(
+            lambda s, row: (
+                s + errors(p, jax.tree.map(lambda x: x[None], row))[0],
+                None,
+            ),
+            0.0,
+            b,
+        )[0]
     ),
     "named axes": whole(lambda p, b: errors(p, b).sum() * jax.lax.psum(1, "data")),
 }
@@ -255,11 +350,19 @@ WRONG = {
         "classes": whole(lambda p, b: CE(logits(p, b), b["c"]).mean()),
         "tokens, their number as weight": whole(ratio, num_tokens),
         "tokens, the rows as weight": whole(ratio),
-        "all elements": whole(lambda p, b: ((b["x"] @ p["a"] @ p["b"] - b["x"]) ** 2).mean()),
-        "bfloat16": lambda p, b, k: (in_type(jnp.bfloat16)(p, b, k)[0] / len(k), len(k), {}),
+        "all elements": whole(
+            lambda p, b: ((b["x"] @ p["a"] @ p["b"] - b["x"]) ** 2).mean()
+        ),
+        "bfloat16": lambda p, b, k: (
+            in_type(jnp.bfloat16)(p, b, k)[0] / len(k),
+            len(k),
+            {},
+        ),
         "the largest": whole(lambda p, b: jnp.sort(errors(p, b))[-2:].mean()),
         "VAE": lambda p, b, k: (vae(p, b, normal_by_row(k)).mean(), len(k), {}),
-        "square root of the rows": whole(lambda p, b: errors(p, b).sum() / len(b["y"]) ** 0.5),
+        "square root of the rows": whole(
+            lambda p, b: errors(p, b).sum() / len(b["y"]) ** 0.5
+        ),
     },
     "aux": {
         "mean": logged(lambda p, b: {"accuracy": (errors(p, b) < 1).mean()}),
@@ -267,44 +370,100 @@ WRONG = {
         "perplexity": logged(lambda p, b: {"perplexity": jnp.exp(ratio(p, b))}),
     },
     "penalty": {
-        "L2": whole(lambda p, b: errors(p, b).sum() + 0.01 * optax.tree.norm(p, squared=True)),
+        "L2": whole(
+            lambda p, b: errors(p, b).sum() + 0.01 * optax.tree.norm(p, squared=True)
+        ),
         "of zeros": whole(lambda p, b: errors(p, b).sum() + (p["zero"] ** 2).sum()),
-        "L1 of a language model": whole(lambda p, b: ratio(p, b) * num_tokens(b) + jnp.abs(p["e"]).sum(), num_tokens),
+        "L1 of a language model": whole(
+            lambda p, b: ratio(p, b) * num_tokens(b) + jnp.abs(p["e"]).sum(), num_tokens
+        ),
     },
     "interacting rows": {
         "CLIP": whole(lambda p, b: contrastive(p, b).sum()),
-        "CLIP, mean times rows": whole(lambda p, b: contrastive(p, b).mean() * len(b["y"])),
-        "SigLIP": whole(lambda p, b: -jax.nn.log_sigmoid(pairwise(p, b) * (2 * jnp.eye(len(b["y"])) - 1)).sum()),
-        "SimCLR": whole(lambda p, b: (jax.nn.logsumexp(pairwise(p, b), -1) - jnp.diag(pairwise(p, b))).sum()),
-        "batch norm": whole(lambda p, b: ((bn(b["x"] @ p["a"]) @ p["b"] @ p["w"] - b["y"]) ** 2).sum()),
-        "batch norm, mean": whole(lambda p, b: ((bn(b["x"] @ p["a"]) @ p["b"] @ p["w"] - b["y"]) ** 2).mean()),
-        "centering": whole(lambda p, b: (((b["x"] - b["x"].mean(0)) @ p["w"] - b["y"]) ** 2).sum()),
+        "CLIP, mean times rows": whole(
+            lambda p, b: contrastive(p, b).mean() * len(b["y"])
+        ),
+        "SigLIP": whole(
+            lambda p, b: (
+                -jax.nn.log_sigmoid(
+                    pairwise(p, b) * (2 * jnp.eye(len(b["y"])) - 1)
+                ).sum()
+            )
+        ),
+        "SimCLR": whole(
+            lambda p, b: (
+                jax.nn.logsumexp(pairwise(p, b), -1) - jnp.diag(pairwise(p, b))
+            ).sum()
+        ),
+        "batch norm": whole(
+            lambda p, b: ((bn(b["x"] @ p["a"]) @ p["b"] @ p["w"] - b["y"]) ** 2).sum()
+        ),
+        "batch norm, mean": whole(
+            lambda p, b: ((bn(b["x"] @ p["a"]) @ p["b"] @ p["w"] - b["y"]) ** 2).mean()
+        ),
+        "centering": whole(
+            lambda p, b: (((b["x"] - b["x"].mean(0)) @ p["w"] - b["y"]) ** 2).sum()
+        ),
         "advantages": whole(lambda p, b: ppo(p, b, bn(b["y"])).sum()),
-        "load of experts": whole(lambda p, b: errors(p, b).sum() + load(*routed(p, b)) * len(b["y"])),
+        "load of experts": whole(
+            lambda p, b: errors(p, b).sum() + load(*routed(p, b)) * len(b["y"])
+        ),
         "cumulative sum": whole(lambda p, b: (jnp.cumsum(b["x"] @ p["w"]) ** 2).sum()),
-        "median": whole(lambda p, b: jnp.abs(b["x"] @ p["w"] - jnp.median(b["x"] @ p["w"])).sum()),
-        "mixup": lambda p, b, k: (noisy(p, b, b["x"][jax.random.permutation(k[0], len(k))]).sum(), len(k), {}),
-        "rows in pairs": whole(lambda p, b: ((b["x"] @ p["w"]).reshape(-1, 2) ** 2).prod(-1).sum()),
+        "median": whole(
+            lambda p, b: jnp.abs(b["x"] @ p["w"] - jnp.median(b["x"] @ p["w"])).sum()
+        ),
+        "mixup": lambda p, b, k: (
+            noisy(p, b, b["x"][jax.random.permutation(k[0], len(k))]).sum(),
+            len(k),
+            {},
+        ),
+        "rows in pairs": whole(
+            lambda p, b: ((b["x"] @ p["w"]).reshape(-1, 2) ** 2).prod(-1).sum()
+        ),
     },
     "denominators": {
-        "BERT": whole(lambda p, b: ratio(p, b) * len(b["y"]) + CE(logits(p, b), b["c"]).sum()),
+        "BERT": whole(
+            lambda p, b: ratio(p, b) * len(b["y"]) + CE(logits(p, b), b["c"]).sum()
+        ),
         "mean of tokens times rows": whole(lambda p, b: ratio(p, b) * len(b["y"])),
-        "weighted mean times rows": whole(lambda p, b: (errors(p, b) * b["weight"]).sum() / b["weight"].sum() * len(b["y"])),
+        "weighted mean times rows": whole(
+            lambda p, b: (
+                (errors(p, b) * b["weight"]).sum() / b["weight"].sum() * len(b["y"])
+            )
+        ),
     },
     "random key": {
-        "noise": lambda p, b, k: (noisy(p, b, jax.random.normal(k[0], b["x"].shape)).sum(), len(k), {}),
-        "split": lambda p, b, k: (noisy(p, b, normal_by_row(jax.random.split(k[0], len(k)))[:, :D]).sum(), len(k), {}),
-        "the last": lambda p, b, k: (noisy(p, b, jax.random.uniform(k[-1])).sum(), len(k), {}),
+        "noise": lambda p, b, k: (
+            noisy(p, b, jax.random.normal(k[0], b["x"].shape)).sum(),
+            len(k),
+            {},
+        ),
+        "split": lambda p, b, k: (
+            noisy(p, b, normal_by_row(jax.random.split(k[0], len(k)))[:, :D]).sum(),
+            len(k),
+            {},
+        ),
+        "the last": lambda p, b, k: (
+            noisy(p, b, jax.random.uniform(k[-1])).sum(),
+            len(k),
+            {},
+        ),
     },
     "weight": {
         "one": weighted(lambda b: 1),
         "mean": weighted(lambda b: b["weight"].mean()),
         "longest": weighted(lambda b: (b["t"] > 0).sum(-1).max()),
     },
-    "nan": {"mean of tokens times weight": whole(lambda p, b: unguarded(p, b) * num_tokens(b), num_tokens)},
+    "nan": {
+        "mean of tokens times weight": whole(
+            lambda p, b: unguarded(p, b) * num_tokens(b), num_tokens
+        )
+    },
     "order": {
         "only the first row": whole(lambda p, b: errors(p, b)[0]),
-        "weights by position": whole(lambda p, b: (errors(p, b) * jnp.arange(1, 1 + len(b["y"]))).sum()),
+        "weights by position": whole(
+            lambda p, b: (errors(p, b) * jnp.arange(1, 1 + len(b["y"]))).sum()
+        ),
     },
 }
 
@@ -315,7 +474,9 @@ def kinds(report):
 
 
 # Run by default, so that there is one of each kind.
-FAST = {"language model", "dropout by row", "bfloat16", "L2 times weight"} | {next(iter(losses)) for losses in WRONG.values()}
+FAST = {"language model", "dropout by row", "bfloat16", "L2 times weight"} | {
+    next(iter(losses)) for losses in WRONG.values()
+}
 
 
 def cases(*names):
@@ -330,19 +491,31 @@ def test_a_sum_over_rows_is_no_problem(name):
     assert report, str(report)
 
 
-@pytest.mark.parametrize(("kind", "name"), [cases(kind, name) for kind, losses in WRONG.items() for name in losses])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [cases(kind, name) for kind, losses in WRONG.items() for name in losses],
+)
 def test_a_loss_that_depends_on_the_split_is_reported_by_its_kind(kind, name):
     """Every kind is found, and named in the text."""
-    report = rampup.check_loss(WRONG[kind][name], PARAMS | {"zero": jnp.zeros(3)}, BATCH)
+    report = rampup.check_loss(
+        WRONG[kind][name], PARAMS | {"zero": jnp.zeros(3)}, BATCH
+    )
     assert kind in kinds(report), str(report)
     assert f"- {kind}: " in str(report)
 
 
 def test_double_precision_is_checked_closely(float64):
     """With float64, a penalty is found that float32 would round away."""
-    loss, batch = RIGHT["poisson"], BATCH | {name: np.float64(BATCH[name]) for name in ("x", "y", "weight")}
+    loss, batch = (
+        RIGHT["poisson"],
+        BATCH | {name: np.float64(BATCH[name]) for name in ("x", "y", "weight")},
+    )
     params = jax.tree.map(lambda x: x.astype(np.float64), PARAMS)
-    penalized = lambda p, b, k: (loss(p, b, k)[0] + 1e-6 * optax.tree.norm(p, squared=True), len(k), {})  # noqa: E731
+    penalized = lambda p, b, k: (  # noqa: E731
+        loss(p, b, k)[0] + 1e-6 * optax.tree.norm(p, squared=True),
+        len(k),
+        {},
+    )
     assert rampup.check_loss(loss, params, batch)
     assert kinds(rampup.check_loss(penalized, params, batch)) == ["penalty"]
 
@@ -366,7 +539,10 @@ class Model(nnx.Module):
     def __init__(self, normalizes):
         rngs = nnx.Rngs(0)
         self.first, self.last = nnx.Linear(D, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(8, rngs=rngs) if normalizes else (lambda x: x), nnx.Dropout(0.2, rngs=rngs)
+        self.norm, self.dropout = (
+            nnx.BatchNorm(8, rngs=rngs) if normalizes else (lambda x: x),
+            nnx.Dropout(0.2, rngs=rngs),
+        )
 
     def __call__(self, x):
         """Return a number per row."""
@@ -376,12 +552,18 @@ class Model(nnx.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("normalizes", "reduce", "expected"),
-    [(False, jnp.sum, []), (True, jnp.sum, ["interacting rows"]), (False, jnp.mean, ["mean"])],
+    [
+        (False, jnp.sum, []),
+        (True, jnp.sum, ["interacting rows"]),
+        (False, jnp.mean, ["mean"]),
+    ],
 )
 def test_nnx_models_are_checked_in_their_split_form(normalizes, reduce, expected):
     """Random streams of a model hide no problem and are none; normalization over the batch is one."""
     loss = lambda model, b, k: (reduce((model(b["x"]) - b["y"]) ** 2), len(k), {})  # noqa: E731
-    state, pure = rampup.split_model(Model(normalizes), loss, optax.sgd(0.1), mesh_of("one"))
+    state, pure = rampup.split_model(
+        Model(normalizes), loss, optax.sgd(0.1), mesh_of("one")
+    )
     assert kinds(rampup.check_loss(pure, state, BATCH)) == expected
 
 
@@ -391,14 +573,24 @@ def test_a_state_brings_what_its_loss_reads(normalizes):
     norm = linen.BatchNorm(use_running_average=False)
 
     def loss(p, b, k, mutable, frozen):
-        variables = {"params": {"scale": jnp.ones(D), "bias": p["w"]}, "batch_stats": mutable}
+        variables = {
+            "params": {"scale": jnp.ones(D), "bias": p["w"]},
+            "batch_stats": mutable,
+        }
         x, new = norm.apply(variables, b["x"], mutable="batch_stats")
-        bank = CE((x if normalizes else b["x"]) @ p["a"] @ frozen["b"] @ p["e"].T, b["c"])
+        bank = CE(
+            (x if normalizes else b["x"]) @ p["a"] @ frozen["b"] @ p["e"].T, b["c"]
+        )
         return bank.sum(), len(k), {}, new["batch_stats"]
 
     stats = norm.init(KEY, BATCH["x"])["batch_stats"]
-    state = rampup.create_state(PARAMS, optax.sgd(0.1), mesh_of("one"), mutable=stats, frozen={"b": PARAMS["b"]})
-    assert kinds(rampup.check_loss(loss, state, BATCH)) == ["interacting rows"] * normalizes
+    state = rampup.create_state(
+        PARAMS, optax.sgd(0.1), mesh_of("one"), mutable=stats, frozen={"b": PARAMS["b"]}
+    )
+    assert (
+        kinds(rampup.check_loss(loss, state, BATCH))
+        == ["interacting rows"] * normalizes
+    )
 
 
 @pytest.mark.slow
@@ -408,16 +600,24 @@ def test_pipelined_losses_are_checked_as_one_function(reduce):
     layers = {"w": jnp.stack([PARAMS["a"][:, :D]] * 2)}
     loss = rampup.PipelinedLoss(
         first=lambda p, b, k: b["x"] + p["w"],
-        stage=lambda layers, x, b, k, first: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers["w"])[0],
+        stage=lambda layers, x, b, k, first: jax.lax.scan(
+            lambda x, w: (jnp.tanh(x @ w), None), x, layers["w"]
+        )[0],
         last=lambda p, x, b, k: (reduce((x.sum(-1) - b["y"]) ** 2), len(k), {}),
     )
     expected = [] if reduce is jnp.sum else ["mean"]
-    assert kinds(rampup.check_loss(loss, {"layers": layers, "w": PARAMS["w"]}, BATCH)) == expected
+    assert (
+        kinds(rampup.check_loss(loss, {"layers": layers, "w": PARAMS["w"]}, BATCH))
+        == expected
+    )
 
 
 def test_rows_come_in_any_form_that_a_step_takes():
     """Arrays, a list of rows and a batch of a step are the same; one row is too few, and contracts are kept."""
-    loss, rows = WRONG["mean"]["regression"], [{name: x[n] for name, x in BATCH.items()} for n in range(8)]
+    loss, rows = (
+        WRONG["mean"]["regression"],
+        [{name: x[n] for name, x in BATCH.items()} for n in range(8)],
+    )
     for form in (BATCH, rows):
         assert kinds(rampup.check_loss(loss, PARAMS, form)) == ["mean"]
     with pytest.raises(DataError, match="at least two rows"):
@@ -428,7 +628,11 @@ def test_rows_come_in_any_form_that_a_step_takes():
 
 def toy(reduce):
     """Return a loss on the rows of tests/helpers/toy.py."""
-    return lambda p, b, k: (reduce((b["x"] @ p["in"] @ p["out"] - b["x"]) ** 2), b["x"].size, {})
+    return lambda p, b, k: (
+        reduce((b["x"] @ p["in"] @ p["out"] - b["x"]) ** 2),
+        b["x"].size,
+        {},
+    )
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data_fsdp_tensor"])
@@ -436,7 +640,9 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
     """The warning comes once, on any mesh, and can be turned off; results and executables are those without the check."""
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 20_000_000)
     step, state = start(mesh_name, toy(jnp.mean))
-    with pytest.warns(rampup.LossWarning, match=r"(?s)- mean: loss_sum .*check_loss=False") as found:
+    with pytest.warns(
+        rampup.LossWarning, match=r"(?s)- mean: loss_sum .*check_loss=False"
+    ) as found:
         checked, metrics = train(step, state, steps=2)
     assert len(found) == 1
     assert found[0].filename == train.__code__.co_filename
@@ -446,7 +652,9 @@ def test_a_step_warns_in_its_first_step_and_computes_the_same(mesh_name, monkeyp
         expected, expected_metrics = train(unchecked, state, steps=2)
         train(*start(mesh_name, toy(jnp.sum)), steps=1)
     assert step.num_compilations == unchecked.num_compilations
-    jax.tree.map(np.testing.assert_array_equal, (checked, metrics), (expected, expected_metrics))
+    jax.tree.map(
+        np.testing.assert_array_equal, (checked, metrics), (expected, expected_metrics)
+    )
 
 
 def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
@@ -461,7 +669,11 @@ def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
         warnings.simplefilter("error")
         train(*start("one", centered), steps=1)
         train(*start("one", centered, wait_for_compilation=True, **shapes), steps=1)
-    for loss, options in ((toy(jnp.mean), {}), (centered, {"microbatch_size": 8}), (centered, shapes)):
+    for loss, options in (
+        (toy(jnp.mean), {}),
+        (centered, {"microbatch_size": 8}),
+        (centered, shapes),
+    ):
         with pytest.warns(rampup.LossWarning):
             train(*start("one", loss, **options), steps=1)
 
@@ -469,7 +681,9 @@ def test_rows_may_interact_where_no_batch_is_split(monkeypatch):
 def test_large_models_whole_batches_and_resumed_runs_are_not_checked(monkeypatch):
     """The check runs where it costs little and where it has not run before."""
     calls = []
-    monkeypatch.setattr("rampup.engine.check_loss._problems", lambda loss: calls.append(loss) or ())
+    monkeypatch.setattr(
+        "rampup.engine.check_loss._problems", lambda loss: calls.append(loss) or ()
+    )
     train(*start("one", toy(jnp.mean)), steps=1)
     monkeypatch.setattr("rampup.engine.check_loss.MAX_PARAMETERS", 2 * 8 * 16)
     train(*start("one", toy(jnp.mean), whole_batch=True), steps=1)

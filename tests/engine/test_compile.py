@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 from helpers import processes, toy
 
-from rampup.engine.compile import TPU_OPTIONS, Compiler, compile_for_tpu, compile_program, tpu_options
+from rampup.engine.compile import (
+    TPU_OPTIONS,
+    Compiler,
+    compile_for_tpu,
+    compile_program,
+    tpu_options,
+)
 from rampup.plan.topology import CHIPS
 
 
@@ -19,7 +25,10 @@ def lowering(function, *args):
     threads = []
 
     def lower():
-        return toy.delayed(jax.jit(function).lower(*args), lambda: threads.append(threading.current_thread().name))
+        return toy.delayed(
+            jax.jit(function).lower(*args),
+            lambda: threads.append(threading.current_thread().name),
+        )
 
     return lower, threads
 
@@ -43,14 +52,19 @@ def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
     compiler.get("late", lower)
     assert compiler.waited_seconds > waited
     no_memory = lambda: toy.delayed(None, lambda: 1 / 0)  # noqa: E731
-    with pytest.warns(RuntimeWarning, match="'bad' of a later phase cannot be compiled: ZeroDivisionError"):
+    with pytest.warns(
+        RuntimeWarning,
+        match="'bad' of a later phase cannot be compiled: ZeroDivisionError",
+    ):
         compiler.compile_async("bad", no_memory), compiler._pending["bad"].exception(60)
     assert not compiler.is_ready("bad")
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             compiler.get("bad", no_memory)
     untraceable = lambda: jax.jit(lambda x: x @ x).lower(np.ones((2, 3)))  # noqa: E731
-    with pytest.warns(RuntimeWarning, match="'worse' of a later phase cannot be compiled: TypeError"):
+    with pytest.warns(
+        RuntimeWarning, match="'worse' of a later phase cannot be compiled: TypeError"
+    ):
         compiler.compile_async("worse", untraceable)
     with pytest.raises(TypeError):
         compiler.get("worse", untraceable)
@@ -62,12 +76,23 @@ def test_compile_async_uses_the_contexts_of_the_caller():
 
     def lower():
         rules = flax.linen.get_logical_axis_rules()
-        seen.append((jnp.arange(2.0).dtype, jax.config.jax_numpy_dtype_promotion, rules, getattr(own, "value", None)))
+        seen.append(
+            (
+                jnp.arange(2.0).dtype,
+                jax.config.jax_numpy_dtype_promotion,
+                rules,
+                getattr(own, "value", None),
+            )
+        )
         return jax.jit(lambda x: x + jnp.ones(2)).lower(np.ones(2))
 
     own.value, rules = 3, (("batch", "data"),)
     x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-    with x64(True), jax.numpy_dtype_promotion("strict"), flax.linen.logical_axis_rules(rules):
+    with (
+        x64(True),
+        jax.numpy_dtype_promotion("strict"),
+        flax.linen.logical_axis_rules(rules),
+    ):
         compiler.compile_async("x", lower)
         assert compiler.get("x", lower)(np.ones(2)).dtype == np.float64
     assert seen == [(np.float64, "strict", rules, 3)]
@@ -117,7 +142,9 @@ def leave(folder):
 
     lowered = jax.jit(jnp.sin).lower(np.float32(1))
     for number in range(3):
-        compiler.compile_async(number, lambda number=number: toy.delayed(lowered, lambda: wait(number)))
+        compiler.compile_async(
+            number, lambda number=number: toy.delayed(lowered, lambda: wait(number))
+        )
     while not (folder / "0").exists():
         pass
 
@@ -138,33 +165,51 @@ def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
         def compile(self, *, compiler_options):
             given.append(compiler_options)
 
-    for platform, flags in (("cpu", ""), ("cpu", "--xla_backend_optimization_level=3"), ("gpu", "")):
+    for platform, flags in (
+        ("cpu", ""),
+        ("cpu", "--xla_backend_optimization_level=3"),
+        ("gpu", ""),
+    ):
         monkeypatch.setenv("XLA_FLAGS", flags)
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
         compile_program(Lowered())
     assert given == [{"xla_backend_optimization_level": 2}, None, None]
 
 
-def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(monkeypatch):
+def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(
+    monkeypatch,
+):
     """Options that an older compiler refuses are left out, and those of the user win. Other errors are raised."""
-    known, asked = {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"}, []
+    known, asked = (
+        {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"},
+        [],
+    )
 
     class Lowered:
         def compile(self, *, compiler_options):
             asked.append(compiler_options)
             for name in compiler_options:
                 if name not in known:
-                    raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
+                    raise RuntimeError(
+                        f"INVALID_ARGUMENT: No such compile option: '{name}'"
+                    )
             return compiler_options
 
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     found = compile_for_tpu(Lowered(), "v6e", {"xla_tpu_max_hbm_size_mib": "256"})
-    assert found == {"xla_tpu_assign_all_reduce_scatter_layout": "true", "xla_tpu_max_hbm_size_mib": "256"}
+    assert found == {
+        "xla_tpu_assign_all_reduce_scatter_layout": "true",
+        "xla_tpu_max_hbm_size_mib": "256",
+    }
     assert asked[0] == tpu_options("v6e") | {"xla_tpu_max_hbm_size_mib": "256"}
     with pytest.raises(RuntimeError, match="No such compile option: 'mine'"):
         compile_for_tpu(Lowered(), "v5e", {"mine": "1"})
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1")
-    assert compile_for_tpu(Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}) == {"xla_tpu_max_hbm_size_mib": "1"}
+    monkeypatch.setenv(
+        "LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1"
+    )
+    assert compile_for_tpu(
+        Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}
+    ) == {"xla_tpu_max_hbm_size_mib": "1"}
 
 
 def test_generations_with_options_are_chips():

@@ -27,14 +27,22 @@ from rampup.plan import MeshAxes
 pytestmark = pytest.mark.usefixtures("optimized", "float64")
 
 BLOCKS, ROWS, WIDTH = 32, 2, 8
-COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
 def plan_for(mesh, *, size=BLOCKS * ROWS, rows=ROWS, steps=2, stages=1, repeats=1):
     """Return a plan of blocks of `rows` rows: a microbatch of one replica, over all its fsdp shards."""
-    splitter = {"microbatch_size": rows // mesh.shape["fsdp"], "num_stages": stages, "num_repeats": repeats}
-    return toy.plan_for(mesh, f"0:{size}", steps=steps, strict_multiple=False, **splitter)
+    splitter = {
+        "microbatch_size": rows // mesh.shape["fsdp"],
+        "num_stages": stages,
+        "num_repeats": repeats,
+    }
+    return toy.plan_for(
+        mesh, f"0:{size}", steps=steps, strict_multiple=False, **splitter
+    )
 
 
 def oracle(block_loss, params, batch, moments=None, rows=ROWS):
@@ -42,17 +50,23 @@ def oracle(block_loss, params, batch, moments=None, rows=ROWS):
     number = len(batch["weight"]) // rows
     blocks = jax.tree.map(lambda x: x.reshape(number, rows, *x.shape[1:]), batch)
     grads = jax.jit(jax.vmap(jax.grad(block_loss), (None, 0)))(params, blocks)
-    flat = np.concatenate([np.asarray(g).reshape(number, -1) for g in jax.tree.leaves(grads)], axis=1)
+    flat = np.concatenate(
+        [np.asarray(g).reshape(number, -1) for g in jax.tree.leaves(grads)], axis=1
+    )
     weights = batch["weight"].reshape(number, -1).sum(1)
     scales = [np.ones(flat.shape[1])]
     if moments is not None:
-        v = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(moments)])
+        v = np.concatenate(
+            [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(moments)]
+        )
         scales.append(np.sqrt(v.mean()) * np.where(v > 0, 1 / np.sqrt(v + 1e-16), 0))
     real, total = weights > 0, weights.sum()
     found = []
     for scale in scales:
         q = ((flat[real] ** 2 @ scale) / weights[real]).sum()
-        found.append(noise_trace(q, total, (flat.sum(0) / total) ** 2 @ scale, real.sum()))
+        found.append(
+            noise_trace(q, total, (flat.sum(0) / total) ** 2 @ scale, real.sum())
+        )
     return found
 
 
@@ -92,11 +106,16 @@ MESHES = {
 ZERO = ("zero-all", "zero-4x8", "zero-fsdp", "zero-tensor")
 
 
-@pytest.mark.parametrize("name", [name if "all" in name else toy.slow(name) for name in (*MESHES, *ZERO)])
+@pytest.mark.parametrize(
+    "name", [name if "all" in name else toy.slow(name) for name in (*MESHES, *ZERO)]
+)
 def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
     """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective more, and no parameter changes a bit."""
     axes = MESHES[name.removeprefix("zero-")]
-    mesh, zero = make_mesh(axes, jax.devices()[: axes.num_devices]), {"shard_optimizer_over_data": name.startswith("zero-")}
+    mesh, zero = (
+        make_mesh(axes, jax.devices()[: axes.num_devices]),
+        {"shard_optimizer_over_data": name.startswith("zero-")},
+    )
     plan, rows = plan_for(mesh), toy.rows(200, np.float64)
     found, params, programs = [], [], []
 
@@ -105,17 +124,29 @@ def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
         moments = None if name.startswith("zero-") else state.opt_state[1][0].nu
         found.append(metrics["gradient_noise"])
         assert ("adam_trace" in found[-1]) == (moments is not None)
-        assert_close(found[-1], oracle(lambda p, b: loss_fn(p, b, None)[0], state.params, batch, moments))
+        assert_close(
+            found[-1],
+            oracle(lambda p, b: loss_fn(p, b, None)[0], state.params, batch, moments),
+        )
         assert found[-1]["blocks"] == BLOCKS
 
     for measures in (False, True):
-        step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=measures, **zero)
+        step = train_step(
+            loss_fn, ADAM, plan, mesh, measure_gradient_noise=measures, **zero
+        )
         state = create_state(toy.new_params(mesh, np.float64), step.tx, mesh, **zero)
-        params.append(run(step, state, rows, plan, check if measures else lambda *_: None).params)
+        params.append(
+            run(step, state, rows, plan, check if measures else lambda *_: None).params
+        )
         programs.append(program_of(step))
     assert np.isfinite([value for step in found for value in step.values()]).all()
-    assert found[0].get("adam_trace", 0) == 0  # Adam has no second moments before the first step
-    off, on = (collections.Counter(COLLECTIVE.findall(program.as_text())) for program in programs)
+    assert (
+        found[0].get("adam_trace", 0) == 0
+    )  # Adam has no second moments before the first step
+    off, on = (
+        collections.Counter(COLLECTIVE.findall(program.as_text()))
+        for program in programs
+    )
     # Before JAX 0.8, XLA wrote the same groups of three axes in two ways, and did not combine their reductions of a number.
     is_old = name == "zero-all" and jax.__version_info__ < (0, 8)
     assert on == off + collections.Counter({"all-reduce": 2} if is_old else {})
@@ -132,7 +163,9 @@ def pipelined(num_repeats=1, *, tied=False):
         return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers["w"])[0]
 
     def last(params, x, batch, keys):
-        error = jnp.sum((x @ (params["in"].T if tied else params["out"]) - batch["x"]) ** 2, axis=-1)
+        error = jnp.sum(
+            (x @ (params["in"].T if tied else params["out"]) - batch["x"]) ** 2, axis=-1
+        )
         return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
 
     return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats)
@@ -157,7 +190,11 @@ def pipeline_params(mesh):
 
 @pytest.mark.parametrize(
     ("axes", "repeats"),
-    [(MeshAxes(pipeline=2), 1), toy.slow(MeshAxes(data=2, pipeline=2), 2), toy.slow(MeshAxes(data=2, tensor=2, pipeline=2), 1)],
+    [
+        (MeshAxes(pipeline=2), 1),
+        toy.slow(MeshAxes(data=2, pipeline=2), 2),
+        toy.slow(MeshAxes(data=2, tensor=2, pipeline=2), 1),
+    ],
 )
 def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
     """The stages add up the squares of their own gradients, and each microbatch is divided by its own weight."""
@@ -169,20 +206,31 @@ def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
     order = np.array([0, 2, 1, 3]) if repeats == 2 else np.arange(4)
 
     def block_loss(params, batch):
-        x = loss.stage({"w": params["layers"]["w"][order]}, loss.first(params, batch, None), batch, None, 0)
+        x = loss.stage(
+            {"w": params["layers"]["w"][order]},
+            loss.first(params, batch, None),
+            batch,
+            None,
+            0,
+        )
         return loss.last(params, x, batch, None)[0]
 
     def check(state, batch, metrics):
         wanted = oracle(block_loss, state.params, batch, state.opt_state[1][0].nu)
         assert_close(metrics["gradient_noise"], wanted)
-        assert metrics["gradient_noise"]["blocks"] == BLOCKS - (2 in plan.rows(int(state.step)))
+        assert metrics["gradient_noise"]["blocks"] == BLOCKS - (
+            2 in plan.rows(int(state.step))
+        )
 
     for measures in (False, True):
         step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
         state = create_state(pipeline_params(mesh), step.tx, mesh)
         run(step, state, rows, plan, check if measures else lambda *_: None)
         programs.append(program_of(step))
-    off, on = (collections.Counter(COLLECTIVE.findall(program.as_text())) for program in programs)
+    off, on = (
+        collections.Counter(COLLECTIVE.findall(program.as_text()))
+        for program in programs
+    )
     assert all(on[name] == off[name] for name in on)
 
 
@@ -190,7 +238,9 @@ def test_gradient_noise_refuses_a_parameter_of_two_stages():
     """The parts of a tied parameter's gradient are on different stages."""
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     plan, rows = plan_for(mesh, stages=2), toy.rows(64, np.float64)
-    step = train_step(pipelined(tied=True), ADAM, plan, mesh, measure_gradient_noise=True)
+    step = train_step(
+        pipelined(tied=True), ADAM, plan, mesh, measure_gradient_noise=True
+    )
     state = create_state(pipeline_params(mesh), step.tx, mesh)
     with pytest.raises(PipelineShapeError, match="share in;"):
         step(state, next(step.batches(rows)))
@@ -216,12 +266,20 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
     tx = optax.sgd(1e-3)
     params = toy.new_params(mesh, np.float64) | {"table": jnp.arange(3)}
     step = train_step(loss, tx, plan, mesh, measure_gradient_noise=True)
-    fields = {"mutable": {"n": jnp.int32(0)}, "dynamic_scale": DynamicScale(scale=jnp.float64(1024))}
-    state = prepare_state(State(step=0, params=params, opt_state=tx.init(params), **fields), mesh)
+    fields = {
+        "mutable": {"n": jnp.int32(0)},
+        "dynamic_scale": DynamicScale(scale=jnp.float64(1024)),
+    }
+    state = prepare_state(
+        State(step=0, params=params, opt_state=tx.init(params), **fields), mesh
+    )
 
     def check(state, batch, metrics):
         trained = {name: state.params[name] for name in ("in", "out")}
-        assert_close(metrics["gradient_noise"], oracle(lambda p, b: loss_fn(p, b, None)[0], trained, batch))
+        assert_close(
+            metrics["gradient_noise"],
+            oracle(lambda p, b: loss_fn(p, b, None)[0], trained, batch),
+        )
         assert "adam_trace" not in metrics["gradient_noise"]
 
     run(step, state, rows, plan, check)
@@ -243,7 +301,9 @@ def test_gradient_noise_needs_no_more_memory():
     mesh, plan, _ = one_device(size=16 * 64, rows=64)
 
     def loss(params, batch, keys):
-        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params)[0]
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params)[
+            0
+        ]
         return jnp.sum(x**2), jnp.float64(len(x)), {}
 
     def temporary(measures):
@@ -259,28 +319,53 @@ def test_gradient_noise_is_measured_before_clipping_and_not_a_number_in_a_skippe
     """The gradient's norm is that before the clipping to 0.5. A step with an infinite row has no S for an average to take."""
     mesh, plan, rows = one_device()
     rows[70]["x"] = rows[70]["x"] * np.inf
-    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, skip_nonfinite=True)
+    step = train_step(
+        loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, skip_nonfinite=True
+    )
 
     def check(state, batch, metrics):
         assert metrics["skipped"] == (state.step == 1)
         if metrics["skipped"]:
             assert not np.isfinite(metrics["gradient_noise"]["trace"])
             return
-        grads = jax.grad(lambda p: loss_fn(p, batch, None)[0] / batch["weight"].sum())(state.params)
+        grads = jax.grad(lambda p: loss_fn(p, batch, None)[0] / batch["weight"].sum())(
+            state.params
+        )
         assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)))
         assert metrics["grad_norm"] > 0.5
 
-    run(step, create_state(toy.new_params(mesh, np.float64), step.tx, mesh), rows, plan, check)
+    run(
+        step,
+        create_state(toy.new_params(mesh, np.float64), step.tx, mesh),
+        rows,
+        plan,
+        check,
+    )
 
 
 def test_gradient_noise_needs_two_blocks_in_every_phase():
     """One microbatch on one replica is refused with the phase and what to do; two replicas are enough."""
     one, two = (make_mesh(devices=jax.devices()[:number]) for number in (1, 2))
-    train_step(loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True)
-    smaller = "0:16 64:8", r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4", ("microbatch_size", (4,))
-    for schedule, words, found in (smaller, ("0:1", "larger batch", ("measure_gradient_noise", (False,)))):
+    train_step(
+        loss_fn, ADAM, toy.plan_for(two, "0:16 64:8"), two, measure_gradient_noise=True
+    )
+    smaller = (
+        "0:16 64:8",
+        r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4",
+        ("microbatch_size", (4,)),
+    )
+    for schedule, words, found in (
+        smaller,
+        ("0:1", "larger batch", ("measure_gradient_noise", (False,))),
+    ):
         with pytest.raises(ConfigError, match=words) as caught:
-            train_step(loss_fn, ADAM, toy.plan_for(one, schedule), one, measure_gradient_noise=True)
+            train_step(
+                loss_fn,
+                ADAM,
+                toy.plan_for(one, schedule),
+                one,
+                measure_gradient_noise=True,
+            )
         assert (caught.value.key, caught.value.nearest) == found
 
 
@@ -294,7 +379,9 @@ def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
 
     mesh, plan, rows = one_device()
     with pytest.raises(ConfigError, match="gradient_accumulation=fused"):
-        train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps")
+        train_step(
+            loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps"
+        )
     step = train_step(OwnLoss(loss_fn), ADAM, plan, mesh, measure_gradient_noise=True)
     state = create_state(toy.new_params(mesh), ADAM, mesh)
     with pytest.raises(ConfigError, match=r"OwnLoss does not use `recipe\.noise`"):

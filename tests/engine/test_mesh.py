@@ -32,12 +32,19 @@ def test_process_rows_of_one_process_are_all_rows():
     made = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
     assert process_rows(made, 8).tolist() == list(range(8))
     rows = jax.device_put(np.arange(8), batch_sharding(made))
-    assert sorted({shard.index[0].start or 0 for shard in rows.addressable_shards}) == [0, 2, 4, 6]
+    assert sorted({shard.index[0].start or 0 for shard in rows.addressable_shards}) == [
+        0,
+        2,
+        4,
+        6,
+    ]
 
 
 def device(number, slice_index, platform="tpu"):
     """Return a stand-in for a device in a slice; the arrangement reads only these attributes."""
-    return SimpleNamespace(id=number, slice_index=slice_index, platform=platform, device_kind=platform)
+    return SimpleNamespace(
+        id=number, slice_index=slice_index, platform=platform, device_kind=platform
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +59,11 @@ def device(number, slice_index, platform="tpu"):
 )
 def test_arrange_puts_slices_along_the_named_axes(axes, crossed, monkeypatch):
     """Moving along an axis leaves the slice only where the axis has several, at the multiples of its devices per slice."""
-    monkeypatch.setattr(mesh.mesh_utils, "create_device_mesh", lambda shape, group, **_: np.array(group, object).reshape(shape))
+    monkeypatch.setattr(
+        mesh.mesh_utils,
+        "create_device_mesh",
+        lambda shape, group, **_: np.array(group, object).reshape(shape),
+    )
     num_slices = 4 if len(crossed) == 2 else 2
     per_slice = axes.num_devices // num_slices
     # In an order in which slices alternate.
@@ -61,7 +72,12 @@ def test_arrange_puts_slices_along_the_named_axes(axes, crossed, monkeypatch):
     assert found.shape == (axes.data, axes.fsdp, axes.tensor, axes.pipeline)
     assert np.bincount(found.ravel()).tolist() == [per_slice] * num_slices
     for axis in range(4):
-        changes = np.flatnonzero(np.any(np.diff(found, axis=axis) != 0, axis=tuple(k for k in range(4) if k != axis)))
+        changes = np.flatnonzero(
+            np.any(
+                np.diff(found, axis=axis) != 0,
+                axis=tuple(k for k in range(4) if k != axis),
+            )
+        )
         size = found.shape[axis] // 2
         assert changes.tolist() == ([size - 1] if axis in crossed else [])
 

@@ -23,7 +23,10 @@ def test_split_model_equals_a_pure_function():
     mesh = toy.mesh_of("data")
     plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
     model = nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0))
-    params = {"kernel": jnp.array(model.kernel[...]), "bias": jnp.array(model.bias[...])}
+    params = {
+        "kernel": jnp.array(model.kernel[...]),
+        "bias": jnp.array(model.bias[...]),
+    }
 
     def plain(params, batch, rngs):
         return loss_fn(lambda x: x @ params["kernel"] + params["bias"], batch, rngs)
@@ -33,7 +36,9 @@ def test_split_model_equals_a_pure_function():
     batches = list(step_batches(toy.rows(), plan, mesh))
     _, found = toy.history(train_step(pure, tx, plan, mesh), state, batches)
     _, expected = toy.history(train_step(plain, tx, plan, mesh), other, batches)
-    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-6)
+    np.testing.assert_allclose(
+        [m["loss"] for m in found], [m["loss"] for m in expected], rtol=1e-6
+    )
     model(jnp.ones((1, toy.WIDTH)))
 
 
@@ -43,7 +48,9 @@ def test_split_model_seeds_stacked_layers():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
-        return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+        return nnx.Sequential(
+            nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        )
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
     def apply(x, layer):
@@ -51,7 +58,9 @@ def test_split_model_seeds_stacked_layers():
 
     mesh = toy.mesh_of("one")
     plan, tx = toy.plan_for(mesh, steps=2), optax.sgd(0.01)
-    stacked_loss = lambda layers, batch, rngs: loss_fn(lambda x: apply(x, layers), batch, rngs)  # noqa: E731
+    stacked_loss = lambda layers, batch, rngs: loss_fn(  # noqa: E731
+        lambda x: apply(x, layers), batch, rngs
+    )
     state, pure = split_model(create(nnx.Rngs(0)), stacked_loss, tx, mesh)
     _, metrics = toy.train(train_step(pure, tx, plan, mesh), state)
     assert np.isfinite(float(metrics["loss"]))
@@ -59,22 +68,46 @@ def test_split_model_seeds_stacked_layers():
 
 def test_split_model_takes_the_options_of_create_state():
     """The optimizer's state is scattered over the replicas, over axes of the user's names; a step without it is refused."""
-    mesh = jax.make_mesh((4, 2), ("dp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    options = {"batch_axes": rampup.BatchAxes(replica=("dp",), rows=("dp",)), "shard_optimizer_over_data": True}
+    mesh = jax.make_mesh(
+        (4, 2), ("dp", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    options = {
+        "batch_axes": rampup.BatchAxes(replica=("dp",), rows=("dp",)),
+        "shard_optimizer_over_data": True,
+    }
     plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.constant(16), splitter=rampup.BatchSplitter(data_parallel_size=4), num_devices=8, total_steps=2
+        ramp=rampup.BatchRamp.constant(16),
+        splitter=rampup.BatchSplitter(data_parallel_size=4),
+        num_devices=8,
+        total_steps=2,
     )
     tx = optax.adam(0.01)
-    state, pure = split_model(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0)), loss_fn, tx, mesh, **options)
-    (kernel,) = (leaf for leaf in jax.tree.leaves(state.opt_state[0].mu) if leaf.ndim == 2)
+    state, pure = split_model(
+        nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0)), loss_fn, tx, mesh, **options
+    )
+    (kernel,) = (
+        leaf for leaf in jax.tree.leaves(state.opt_state[0].mu) if leaf.ndim == 2
+    )
     assert "dp" in str(kernel.sharding.spec)
     step = train_step(pure, tx, plan, mesh, **options)
-    with pytest.raises(rampup.ConfigError, match="create_state, prepare_state or split_model"):
-        toy.train(step, split_model(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0)), loss_fn, tx, mesh)[0])
+    with pytest.raises(
+        rampup.ConfigError, match="create_state, prepare_state or split_model"
+    ):
+        toy.train(
+            step,
+            split_model(
+                nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0)), loss_fn, tx, mesh
+            )[0],
+        )
     assert int(toy.train(step, state)[0].step) == 2
 
 
 def test_split_model_refuses_a_loss_function_without_keys():
     """At once, and in words."""
     with pytest.raises(rampup.ConfigError, match="cannot be called with 3 arguments"):
-        split_model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), lambda model, batch: 0, optax.sgd(0.1), toy.mesh_of("one"))
+        split_model(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+            lambda model, batch: 0,
+            optax.sgd(0.1),
+            toy.mesh_of("one"),
+        )

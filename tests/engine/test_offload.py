@@ -30,10 +30,16 @@ def device(**stats):
 def test_program_memory_counts_arrays():
     """Arguments, outputs, temporaries; an output that aliases an argument once. A missing analysis is an error, not a zero."""
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
+    grown = offload.program_memory(
+        jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None])
+        .lower(x)
+        .compile()
+    )
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)
     assert grown.total == grown.arguments + grown.outputs + grown.temporary + grown.code
-    in_place = offload.program_memory(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
+    in_place = offload.program_memory(
+        jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+    )
     assert in_place.aliased == 4096
     assert in_place.total == 4096 + in_place.temporary + in_place.code
     with pytest.raises(ConfigError, match="does not report"):
@@ -53,7 +59,9 @@ def test_room_to_run_is_that_of_the_smallest_device():
 
 def test_is_out_of_memory_recognizes_only_exhausted_resources():
     """Only RESOURCE_EXHAUSTED errors of the runtime and MemoryError count."""
-    assert offload.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
+    assert offload.is_out_of_memory(
+        RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+    )
     assert offload.is_out_of_memory(MemoryError())
     assert not offload.is_out_of_memory(RuntimeError("INTERNAL: no"))
     assert not offload.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
@@ -82,15 +90,31 @@ def test_offloaded_state_trains_identically_and_stays_in_host_memory():
         tx = optax.adam(0.1)
         state = create_state({"w": jnp.ones((2,))}, tx, mesh)
         batches = list(step_batches(rows, plan, mesh))
-        state, found = toy.history(train_step(loss_fn, tx, plan, mesh), jax.device_put(state, place(state)), batches)
-        return state, found, [float(x) for x in EvalStep(loss_fn, mesh)(state, batches[-1])]
+        state, found = toy.history(
+            train_step(loss_fn, tx, plan, mesh),
+            jax.device_put(state, place(state)),
+            batches,
+        )
+        return (
+            state,
+            found,
+            [float(x) for x in EvalStep(loss_fn, mesh)(state, batches[-1])],
+        )
 
-    on_device, *numbers = trained(lambda state: jax.tree.map(lambda leaf: leaf.sharding, state))
+    on_device, *numbers = trained(
+        lambda state: jax.tree.map(lambda leaf: leaf.sharding, state)
+    )
     offloaded, *same = trained(offload.host_shardings)
     assert numbers == same
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offloaded) if leaf.ndim}
+    kinds = {
+        leaf.sharding.memory_kind for leaf in jax.tree.leaves(offloaded) if leaf.ndim
+    }
     assert kinds == {offload.HOST}
-    assert offloaded.step.sharding.memory_kind == on_device.step.sharding.memory_kind != offload.HOST
+    assert (
+        offloaded.step.sharding.memory_kind
+        == on_device.step.sharding.memory_kind
+        != offload.HOST
+    )
     np.testing.assert_array_equal(offloaded.params["w"], on_device.params["w"])
 
 

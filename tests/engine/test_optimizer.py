@@ -18,7 +18,13 @@ RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
 
 def plan(steps=60, ramp=RAMP, **keys):
     """Return a plan of the ramp above, or another."""
-    return RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps, **keys)
+    return RampPlan(
+        ramp=ramp,
+        splitter=BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=steps,
+        **keys,
+    )
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
@@ -26,46 +32,93 @@ def plan(steps=60, ramp=RAMP, **keys):
 @pytest.mark.parametrize("scaling", ["none", "sqrt"])
 def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
     """The rate on the device equals the rate on the host, at every step, also after the end of the schedule."""
-    keys = {"learning_rate_clock": clock, "learning_rate_batch_scaling": scaling, "learning_rate_schedule_steps": 50}
-    rate = LearningRate(plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3)
+    keys = {
+        "learning_rate_clock": clock,
+        "learning_rate_batch_scaling": scaling,
+        "learning_rate_schedule_steps": 50,
+    }
+    rate = LearningRate(
+        plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3
+    )
     on_device = jax.vmap(jax.jit(rate))(jnp.arange(60))
-    np.testing.assert_allclose(on_device, [rate.at(step) for step in range(60)], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        on_device, [rate.at(step) for step in range(60)], rtol=1e-5, atol=1e-7
+    )
     assert (rate.at(55) == 0) == (kind != "constant")
 
 
 def test_learning_rate_warm_up_follows_the_samples_clock():
     """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of them, not at a tenth of the steps."""
-    by_samples = LearningRate(plan=plan(learning_rate_clock="samples"), peak=1.0, kind="constant", warmup_fraction=0.1)
-    by_steps = LearningRate(plan=plan(learning_rate_clock="steps"), peak=1.0, kind="constant", warmup_fraction=0.1)
+    by_samples = LearningRate(
+        plan=plan(learning_rate_clock="samples"),
+        peak=1.0,
+        kind="constant",
+        warmup_fraction=0.1,
+    )
+    by_steps = LearningRate(
+        plan=plan(learning_rate_clock="steps"),
+        peak=1.0,
+        kind="constant",
+        warmup_fraction=0.1,
+    )
     tenth = RAMP.samples_before(60) / 10
     first_full = next(step for step in range(60) if by_samples.at(step) == 1.0)
-    assert RAMP.samples_before(first_full - 1) < tenth <= RAMP.samples_before(first_full)
+    assert (
+        RAMP.samples_before(first_full - 1) < tenth <= RAMP.samples_before(first_full)
+    )
     assert next(step for step in range(60) if by_steps.at(step) == 1.0) == 6
 
 
 def test_learning_rate_of_a_constant_batch_equals_optax():
     """With a constant batch, both clocks give the usual warm-up and cosine decay."""
-    rate = LearningRate(plan=plan(100, BatchRamp.constant(8)), peak=0.5, warmup_fraction=0.1, final_fraction=0.2)
+    rate = LearningRate(
+        plan=plan(100, BatchRamp.constant(8)),
+        peak=0.5,
+        warmup_fraction=0.1,
+        final_fraction=0.2,
+    )
     usual = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 100, end_value=0.1)
     np.testing.assert_allclose(
-        [rate.at(step) for step in range(100)], [usual(step) for step in range(100)], rtol=1e-5, atol=1e-7
+        [rate.at(step) for step in range(100)],
+        [usual(step) for step in range(100)],
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
 def test_learning_rate_wsd_is_stable_then_decays():
     """Warm-up, a constant rate, then linear decay. By sqrt, a quarter of the batch has half of the rate."""
     rate = LearningRate(
-        plan=plan(100, BatchRamp.constant(8)), peak=1.0, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_fraction=0.0
+        plan=plan(100, BatchRamp.constant(8)),
+        peak=1.0,
+        kind="wsd",
+        warmup_fraction=0.1,
+        decay_fraction=0.2,
+        final_fraction=0.0,
     )
-    assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [0.0, 0.5, 1.0, 1.0, 0.5, 0.05]
-    rate = LearningRate(plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant")
+    assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [
+        0.0,
+        0.5,
+        1.0,
+        1.0,
+        0.5,
+        0.05,
+    ]
+    rate = LearningRate(
+        plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant"
+    )
     assert (rate.at(1), rate.at(59)) == (0.5, 1.0)
 
 
 def test_learning_rate_refuses_steps_beyond_int32():
     """Phases beyond the int32 range are ignored as long as the run ends before them. A longer run is refused."""
     long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
-    assert float(LearningRate(plan=plan(10, long), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
+    assert (
+        float(
+            LearningRate(plan=plan(10, long), peak=1.0, kind="constant")(jnp.int32(3))
+        )
+        == 1.0
+    )
     with pytest.raises(RampDefinitionError, match="int32"):
         LearningRate(plan=plan(2**33, long), peak=1.0)
 
@@ -87,16 +140,29 @@ HAS_MUON = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_MUON, reason="this Optax has no Muon with updates of AdamW's size")
+@pytest.mark.skipif(
+    not HAS_MUON, reason="this Optax has no Muon with updates of AdamW's size"
+)
 def test_muon_updates_are_orthogonal_and_of_the_size_of_adam():
     """A matrix of a layer moves along nearly orthonormal rows, with a root mean square of 0.2; the rest moves as with AdamW."""
-    model = LanguageModel(num_layers=2, width=32, mlp_dim=64, num_heads=4, num_kv_heads=2, vocab_size=16)
+    model = LanguageModel(
+        num_layers=2, width=32, mlp_dim=64, num_heads=4, num_kv_heads=2, vocab_size=16
+    )
     params = model.init(jax.random.key(0))
-    grads = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+    grads = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params
+    )
     options = {"clip_norm": 0, "weight_decay": 0.0}
     tx = make_optimizer(1.0, kind="muon", matrices=matrices, **options)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    shapes = {"query": (32, 32), "key": (32, 16), "value": (32, 16), "out": (32, 32), "gate": (32, 64), "up": (32, 64)}
+    shapes = {
+        "query": (32, 32),
+        "key": (32, 16),
+        "value": (32, 16),
+        "out": (32, 32),
+        "gate": (32, 64),
+        "up": (32, 64),
+    }
     for name, shape in (shapes | {"down": (64, 32)}).items():
         for update in np.asarray(updates["layers"][name]["kernel"]):
             assert np.sqrt(np.mean(update**2)) == pytest.approx(0.2, rel=0.25)
@@ -114,21 +180,34 @@ def test_muon_updates_are_orthogonal_and_of_the_size_of_adam():
 @pytest.mark.skipif(HAS_MUON, reason="this Optax has Muon")
 def test_muon_needs_a_newer_optax():
     """The error names the version and the command."""
-    with pytest.raises(MissingDependencyError, match=r"needs Optax 0\.2\.7 or newer.*pip install"):
+    with pytest.raises(
+        MissingDependencyError, match=r"needs Optax 0\.2\.7 or newer.*pip install"
+    ):
         make_optimizer(1.0, kind="muon")
 
 
 def test_make_optimizer_stores_moments_in_other_types():
     """Between steps, moments have the requested types, also those of bfloat16 parameters; the updates are close to exact."""
     params = {"w": jnp.linspace(0.5, 2, 64)}
-    grads = [{"w": jnp.asarray(np.random.default_rng(n).normal(size=64), jnp.float32)} for n in range(5)]
+    grads = [
+        {"w": jnp.asarray(np.random.default_rng(n).normal(size=64), jnp.float32)}
+        for n in range(5)
+    ]
 
     def run(params, **types):
         tx = make_optimizer(0.1, clip_norm=0, weight_decay=0, **types)
         state = tx.init(params)
         for grad in grads:
-            updates, state = jax.jit(tx.update)(jax.tree.map(lambda g, p: g.astype(p.dtype), grad, params), state, params)
-        adam = next(part for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(part, "nu"))
+            updates, state = jax.jit(tx.update)(
+                jax.tree.map(lambda g, p: g.astype(p.dtype), grad, params),
+                state,
+                params,
+            )
+        adam = next(
+            part
+            for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu"))
+            if hasattr(part, "nu")
+        )
         return updates["w"], adam.mu["w"].dtype.name, adam.nu["w"].dtype.name
 
     exact, *types = run(params)

@@ -10,7 +10,16 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from helpers.toy import ScaledState, flax_state, loss_fn, mesh_of, new_params, rows, start, train
+from helpers.toy import (
+    ScaledState,
+    flax_state,
+    loss_fn,
+    mesh_of,
+    new_params,
+    rows,
+    start,
+    train,
+)
 
 import rampup
 from rampup.engine.accumulate import AccumulatedLoss
@@ -25,14 +34,22 @@ def one_step(loss, *, mesh_name="data", **options):
 @pytest.mark.parametrize("weight", [np.nan, -1.0])
 def test_weights_that_mean_nothing_are_not_hidden(weight):
     """NaN and negative sums of weights give NaN in the metrics, never a loss of 0."""
-    _, metrics = one_step(lambda p, b, k: (jnp.sum(p["in"] ** 2), weight * b["weight"].size, {}))
-    assert np.isnan(float(metrics["loss"])) or (weight < 0 and float(metrics["loss"]) < 0)
+    _, metrics = one_step(
+        lambda p, b, k: (jnp.sum(p["in"] ** 2), weight * b["weight"].size, {})
+    )
+    assert np.isnan(float(metrics["loss"])) or (
+        weight < 0 and float(metrics["loss"]) < 0
+    )
 
 
 @pytest.mark.parametrize(
     ("params", "loss_of", "norm"),
     [
-        (np.zeros(4096, np.float16), lambda w: jnp.sum(w.astype(jnp.float32) * 2000), 2000 * 64),
+        (
+            np.zeros(4096, np.float16),
+            lambda w: jnp.sum(w.astype(jnp.float32) * 2000),
+            2000 * 64,
+        ),
         (np.array([3 + 4j, 0], np.complex64), lambda w: jnp.sum(jnp.abs(w) ** 2), 10),
     ],
 )
@@ -49,51 +66,97 @@ def test_grad_norm_is_real_and_float32(params, loss_of, norm):
 
 def test_multi_steps_refuses_chunks_of_several_microbatches():
     """A batch made without `chunk_size=1` would lose microbatches."""
-    (step, state), (fused, _) = (start(microbatch_size=8, engine=engine) for engine in ("multi_steps", "fused"))
+    (step, state), (fused, _) = (
+        start(microbatch_size=8, engine=engine) for engine in ("multi_steps", "fused")
+    )
     with pytest.raises(ConfigError, match="chunk_size=1"):
         step(state, next(fused.batches(rows())))
 
 
 @pytest.mark.parametrize(
-    ("kind", "engine"), [("plain", "fused"), ("plain", "multi_steps"), ("integers", "multi_steps"), ("scaled", "fused")]
+    ("kind", "engine"),
+    [
+        ("plain", "fused"),
+        ("plain", "multi_steps"),
+        ("integers", "multi_steps"),
+        ("scaled", "fused"),
+    ],
 )
 def test_loss_function_without_keys_is_refused(kind, engine):
     """A loss function of two arguments is named, also if the state makes the step wrap it."""
-    state = flax_state(ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None)
-    params = new_params(mesh_of("one")) | ({"n": jnp.int32(3)} if kind == "integers" else {})
-    with pytest.raises(ConfigError, match=r"cannot be called with 3 arguments: .* It takes \(params, batch, keys\)"):
-        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, params=params, engine=engine)
+    state = flax_state(
+        ScaledState, dynamic_scale=DynamicScale() if kind == "scaled" else None
+    )
+    params = new_params(mesh_of("one")) | (
+        {"n": jnp.int32(3)} if kind == "integers" else {}
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot be called with 3 arguments: .* It takes \(params, batch, keys\)",
+    ):
+        one_step(
+            lambda params, batch: (0.0, 1.0, {}),
+            mesh_name="one",
+            state=state,
+            params=params,
+            engine=engine,
+        )
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
-@pytest.mark.parametrize("per_row", [lambda x: x, lambda x: x.T, lambda x: {"deep": [x.ravel()]}], ids=["RC", "CR", "flat"])
+@pytest.mark.parametrize(
+    "per_row",
+    [lambda x: x, lambda x: x.T, lambda x: {"deep": [x.ravel()]}],
+    ids=["RC", "CR", "flat"],
+)
 def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
     """Rows of different microbatches would be added up, so the error names the entry and its two shapes."""
 
     def loss(params, batch, keys):
         return *loss_fn(params, batch, keys)[:2], {"seen": per_row(batch["x"])}
 
-    with pytest.raises(ConfigError, match=r"aux\['seen'\].* of the loss function has values for single rows: its shape is"):
+    with pytest.raises(
+        ConfigError,
+        match=r"aux\['seen'\].* of the loss function has values for single rows: its shape is",
+    ):
         one_step(loss, mesh_name=mesh_name, engine=engine)
 
 
 def test_text_in_aux_keys_taken_for_one_key_and_unknown_axes_are_named():
     """Both end in errors of JAX otherwise, which name neither the loss function nor what to change, as do axes of a pmap."""
-    with pytest.raises(ConfigError, match=r"returned a str as aux\['name'\], which must be a number"):
+    with pytest.raises(
+        ConfigError, match=r"returned a str as aux\['name'\], which must be a number"
+    ):
         one_step(lambda *args: (*loss_fn(*args)[:2], {"name": "x"}))
-    with pytest.raises(ConfigError, match=r"used `keys`, one random key per row, as one key: take jax.vmap"):
-        one_step(lambda p, b, keys: (jnp.sum(b["x"] * jax.random.bernoulli(keys)), 1, {}))
+    with pytest.raises(
+        ConfigError,
+        match=r"used `keys`, one random key per row, as one key: take jax.vmap",
+    ):
+        one_step(
+            lambda p, b, keys: (jnp.sum(b["x"] * jax.random.bernoulli(keys)), 1, {})
+        )
 
     def of_a_pmap(*args):
         loss, *others = loss_fn(*args)
         return jax.lax.pmean(loss, "batch"), *others
 
-    for mesh_name, engine in (("data", "fused"), ("data", "multi_steps"), ("data_fsdp_tensor", "fused")):
-        with pytest.raises(ConfigError, match=r"names the axis 'batch', but those of the mesh are .*data"):
+    for mesh_name, engine in (
+        ("data", "fused"),
+        ("data", "multi_steps"),
+        ("data_fsdp_tensor", "fused"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=r"names the axis 'batch', but those of the mesh are .*data",
+        ):
             one_step(of_a_pmap, mesh_name=mesh_name, engine=engine)
     with pytest.raises(ConfigError, match="names the axis 'batch'"):
-        rampup.check_loss(lambda p, b, keys: (jax.lax.pmean(p["w"] * b.sum(), "batch"), 1, {}), {"w": 1.0}, np.ones((4, 2)))
+        rampup.check_loss(
+            lambda p, b, keys: (jax.lax.pmean(p["w"] * b.sum(), "batch"), 1, {}),
+            {"w": 1.0},
+            np.ones((4, 2)),
+        )
 
 
 def test_aux_as_long_as_the_rows_is_no_value_per_row():
@@ -101,8 +164,15 @@ def test_aux_as_long_as_the_rows_is_no_value_per_row():
 
     def loss(params, batch, keys):
         classes = jax.nn.one_hot(batch["id"] % 16, 16)
-        only = batch["x"].reshape(16, -1) if batch["x"].size == 16 * 8 else batch["x"].reshape(7, 7)
-        return *loss_fn(params, batch, keys)[:2], {"classes": jnp.sum(classes, axis=0), "only": only.sum(axis=1)}
+        only = (
+            batch["x"].reshape(16, -1)
+            if batch["x"].size == 16 * 8
+            else batch["x"].reshape(7, 7)
+        )
+        return *loss_fn(params, batch, keys)[:2], {
+            "classes": jnp.sum(classes, axis=0),
+            "only": only.sum(axis=1),
+        }
 
     _, metrics = one_step(loss, mesh_name="one")
     assert metrics["aux"]["classes"].tolist() == [1] * 16
@@ -114,7 +184,12 @@ def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(mesh_name)
     package, counts = str(Path(rampup.__file__).parent), []
 
     def loss(params, batch, keys):
-        counts.append(sum(frame.f_code.co_filename.startswith(package) for frame, _ in traceback.walk_stack(None)))
+        counts.append(
+            sum(
+                frame.f_code.co_filename.startswith(package)
+                for frame, _ in traceback.walk_stack(None)
+            )
+        )
         return *loss_fn(params, batch, keys)[:2], {}
 
     one_step(loss, mesh_name=mesh_name, microbatch_size=1)
@@ -127,11 +202,17 @@ def test_a_backward_rule_that_is_not_linear_sees_the_same_however_a_batch_is_spl
     clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
     def loss(params, batch, keys):
-        error = jnp.sum((clip(jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) - batch["x"]) ** 2, axis=-1)
+        error = jnp.sum(
+            (clip(jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) - batch["x"])
+            ** 2,
+            axis=-1,
+        )
         return jnp.sum(error), len(error), {}
 
     found = [
-        one_step(loss, mesh_name=name, schedule=schedule, engine=engine, **size)[0].params
+        one_step(loss, mesh_name=name, schedule=schedule, engine=engine, **size)[
+            0
+        ].params
         for name, schedule, engine, size in (
             ("one", "0:16", "fused", {}),
             ("one", "0:16", "multi_steps", {}),
@@ -141,18 +222,28 @@ def test_a_backward_rule_that_is_not_linear_sees_the_same_however_a_batch_is_spl
         )
     ]
     for params in found[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, found[0])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            params,
+            found[0],
+        )
 
 
 def test_float16_hides_no_gradient_of_a_batch_in_one_microbatch():
     """There, 1 / weight is 0 for a large weight, so the gradient is that of the sum."""
 
     def loss(params, batch, keys):
-        x = params["in"].astype(jnp.float16)[:, 0] * batch["x"].astype(jnp.float16).sum()
+        x = (
+            params["in"].astype(jnp.float16)[:, 0]
+            * batch["x"].astype(jnp.float16).sum()
+        )
         return jnp.sum(x), len(keys) * 3.0 * 2**23, {}
 
     tx, before = optax.sgd(2.0**30), start("one", loss)[1].params["in"]
-    one, many = (one_step(loss, mesh_name="one", tx=tx, microbatch_size=size)[0].params["in"] for size in (16, 4))
+    one, many = (
+        one_step(loss, mesh_name="one", tx=tx, microbatch_size=size)[0].params["in"]
+        for size in (16, 4)
+    )
     assert np.abs(many - before).max() > 0.1
     np.testing.assert_allclose(one, many, rtol=2e-3)
 
@@ -162,11 +253,21 @@ class Unscaled(AccumulatedLoss):
 
     def sums_and_grads(self, params, batch_KR, keys_KR, counts, recipe, **options):
         """Sum up as if there were no scale."""
-        return super().sums_and_grads(params, batch_KR, keys_KR, counts, dataclasses.replace(recipe, scale=None), **options)
+        return super().sums_and_grads(
+            params,
+            batch_KR,
+            keys_KR,
+            counts,
+            dataclasses.replace(recipe, scale=None),
+            **options,
+        )
 
 
 def test_a_summable_loss_may_ignore_the_scale_of_the_state():
     """Only a loss that scales unscales, so one that does not has the same metrics, and no gradient that is too small."""
     scaled = flax_state(ScaledState, dynamic_scale=DynamicScale())
-    metrics = [one_step(loss, mesh_name="one", state=scaled)[1] for loss in (AccumulatedLoss(loss_fn), Unscaled(loss_fn))]
+    metrics = [
+        one_step(loss, mesh_name="one", state=scaled)[1]
+        for loss in (AccumulatedLoss(loss_fn), Unscaled(loss_fn))
+    ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metrics)

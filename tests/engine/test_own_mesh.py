@@ -13,9 +13,22 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup
 
-MAXTEXT_AXES = ("data", "stage", "fsdp", "fsdp_transpose", "sequence", "tensor", "expert", "autoregressive")
+MAXTEXT_AXES = (
+    "data",
+    "stage",
+    "fsdp",
+    "fsdp_transpose",
+    "sequence",
+    "tensor",
+    "expert",
+    "autoregressive",
+)
 MESHES = {
-    "batch_model": ((4, 2), ("batch", "model"), {"replica": ("batch",), "rows": ("batch",)}),
+    "batch_model": (
+        (4, 2),
+        ("batch", "model"),
+        {"replica": ("batch",), "rows": ("batch",)},
+    ),
     "data_only": ((8,), ("data",), None),
     "data_fsdp": ((2, 4), ("data", "fsdp"), None),
     "maxtext": ((2, 1, 2, 1, 1, 2, 1, 1), MAXTEXT_AXES, None),
@@ -25,9 +38,18 @@ MESHES = {
 def train(mesh, axes, model_axis=None):
     """Return the losses of five steps on a mesh."""
     rng = np.random.default_rng(0)
-    params = {"in": rng.normal(size=(8, 16)) * 0.3, "out": rng.normal(size=(16, 8)) * 0.3}
-    specs = {"in": PartitionSpec(None, model_axis), "out": PartitionSpec(model_axis, None)}
-    params = {name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    params = {
+        "in": rng.normal(size=(8, 16)) * 0.3,
+        "out": rng.normal(size=(16, 8)) * 0.3,
+    }
+    specs = {
+        "in": PartitionSpec(None, model_axis),
+        "out": PartitionSpec(model_axis, None),
+    }
+    params = {
+        name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name]))
+        for name, x in params.items()
+    }
     batch_axes = rampup.BatchAxes.of(mesh, axes and rampup.BatchAxes(**axes))
     plan = rampup.RampPlan(
         ramp=rampup.BatchRamp.from_schedule("0:16 32:32"),
@@ -36,7 +58,9 @@ def train(mesh, axes, model_axis=None):
         total_steps=5,
     )
     tx = optax.adam(0.01)
-    step = rampup.train_step(loss_fn, tx, plan, mesh, **({} if axes is None else {"batch_axes": batch_axes}))
+    step = rampup.train_step(
+        loss_fn, tx, plan, mesh, **({} if axes is None else {"batch_axes": batch_axes})
+    )
     _, found = history(step, rampup.create_state(params, tx, mesh))
     assert step.num_compilations == 1
     return [metrics["loss"] for metrics in found]
@@ -45,7 +69,12 @@ def train(mesh, axes, model_axis=None):
 @functools.cache
 def losses_of_one_device():
     """Return the losses that every mesh must have."""
-    return train(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]), None)
+    return train(
+        jax.make_mesh(
+            (1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]
+        ),
+        None,
+    )
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -63,32 +92,62 @@ def test_any_mesh_trains_like_one_device(name, axis_type):
 def explicit_loss_fn(params, batch, keys, *, frozen=None):
     """The loss `plain_loss_fn` of `helpers.toy`, as a model for Explicit axes says it."""
     x = batch["x"]
-    hidden = jnp.tanh(jnp.einsum("bi,io->bo", x, params["in"], out_sharding=PartitionSpec("batch", "model")))
-    y = jnp.einsum("bo,oi->bi", hidden, params["out"], out_sharding=PartitionSpec("batch", None))
+    hidden = jnp.tanh(
+        jnp.einsum(
+            "bi,io->bo", x, params["in"], out_sharding=PartitionSpec("batch", "model")
+        )
+    )
+    y = jnp.einsum(
+        "bo,oi->bi", hidden, params["out"], out_sharding=PartitionSpec("batch", None)
+    )
     y = y if frozen is None else y + frozen["bias"]
     error = jnp.sum((y - batch["x"]) ** 2, axis=-1)
     return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
 
 
 @pytest.mark.parametrize("in_context", [True, False])
-@pytest.mark.parametrize(("shape", "zero"), [((1, 1), False), ((4, 2), False), ((4, 2), True)])
-def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(shape, zero, in_context):
+@pytest.mark.parametrize(
+    ("shape", "zero"), [((1, 1), False), ((4, 2), False), ((4, 2), True)]
+)
+def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(
+    shape, zero, in_context
+):
     """A model with `out_sharding` has the losses of one with Auto axes; metrics, state and rows fit the program around it."""
     names = "batch", "model"
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+    mesh = jax.make_mesh(
+        shape,
+        names,
+        axis_types=(AxisType.Explicit,) * 2,
+        devices=jax.devices()[: shape[0] * shape[1]],
+    )
     axes, tx = rampup.BatchAxes(replica=("batch",), rows=("batch",)), optax.adam(0.01)
-    ramp, splitter = rampup.BatchRamp.from_schedule("0:16 32:32"), rampup.BatchSplitter(data_parallel_size=shape[0])
-    plan = rampup.RampPlan(ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=4)
+    ramp, splitter = (
+        rampup.BatchRamp.from_schedule("0:16 32:32"),
+        rampup.BatchSplitter(data_parallel_size=shape[0]),
+    )
+    plan = rampup.RampPlan(
+        ramp=ramp, splitter=splitter, num_devices=mesh.size, total_steps=4
+    )
     rng = np.random.default_rng(0)
-    params = {"in": rng.normal(size=(8, 16)) * 0.3, "out": rng.normal(size=(16, 8)) * 0.3}
+    params = {
+        "in": rng.normal(size=(8, 16)) * 0.3,
+        "out": rng.normal(size=(16, 8)) * 0.3,
+    }
     specs = {"in": PartitionSpec(None, "model"), "out": PartitionSpec("model", None)}
-    params = {name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    params = {
+        name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name]))
+        for name, x in params.items()
+    }
     options = {"batch_axes": axes, "shard_optimizer_over_data": zero}
     losses = []
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         for own_loss in (plain_loss_fn, explicit_loss_fn):
             state = rampup.create_state(
-                params, tx, mesh, frozen={"bias": np.zeros(8)} if own_loss is explicit_loss_fn else None, **options
+                params,
+                tx,
+                mesh,
+                frozen={"bias": np.zeros(8)} if own_loss is explicit_loss_fn else None,
+                **options,
             )
             step = rampup.train_step(own_loss, tx, plan, mesh, **options)
             state, found = history(step, state)
@@ -101,10 +160,16 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(shape
         assert np.isfinite(float(metrics["loss"] / metrics["weight"]))
         chunk = next(rampup.microbatches(rows(), plan, mesh, batch_axes=axes))
         own = jax.jit(lambda params, batch: explicit_loss_fn(params, batch, None)[0])
-        evaluated = rampup.EvalStep(explicit_loss_fn, mesh, batch_axes=axes)(rampup.create_state(before, tx, mesh), batch)
+        evaluated = rampup.EvalStep(explicit_loss_fn, mesh, batch_axes=axes)(
+            rampup.create_state(before, tx, mesh), batch
+        )
         if in_context:
             np.testing.assert_allclose(own(before, chunk), evaluated[0], rtol=1e-5)
-        run = jax.jit(lambda *args: rampup.accumulate(explicit_loss_fn, *args, mesh=mesh, batch_axes=axes))
+        run = jax.jit(
+            lambda *args: rampup.accumulate(
+                explicit_loss_fn, *args, mesh=mesh, batch_axes=axes
+            )
+        )
         sums = run(before, batch.chunks[0], np.int32(1))
         assert sums.grads["in"].sharding.mesh == mesh
         np.testing.assert_allclose(sums.loss, evaluated[0], rtol=1e-5)
@@ -112,24 +177,36 @@ def test_a_model_with_explicit_axes_trains_and_its_results_are_on_the_mesh(shape
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
     def ambiguous(params, batch, keys):
-        params = {name: jax.sharding.reshard(p, PartitionSpec(None, "batch")) for name, p in params.items()}
+        params = {
+            name: jax.sharding.reshard(p, PartitionSpec(None, "batch"))
+            for name, p in params.items()
+        }
         return jnp.sum(batch["x"].T @ batch["x"] @ params["in"]), 1.0, {}
 
     if mesh.size > 1:
         step = rampup.train_step(ambiguous, tx, plan, mesh, **options)
-        with pytest.raises(rampup.ConfigError, match=r"neither with Explicit axes .* nor with Auto axes .* axis_types="):
+        with pytest.raises(
+            rampup.ConfigError,
+            match=r"neither with Explicit axes .* nor with Auto axes .* axis_types=",
+        ):
             step(rampup.create_state(params, tx, mesh, **options), batch)
 
 
 @pytest.mark.parametrize(
     ("splitter", "key"),
-    [({"data_parallel_size": 4}, "data_parallel_size"), ({"data_parallel_size": 8, "num_stages": 2}, "num_stages")],
+    [
+        ({"data_parallel_size": 4}, "data_parallel_size"),
+        ({"data_parallel_size": 8, "num_stages": 2}, "num_stages"),
+    ],
 )
 def test_plan_for_another_mesh_is_refused(splitter, key):
     """A plan for other numbers of replicas or stages is an error of the step and of the batches, with the mesh's number."""
     mesh = rampup.make_mesh(rampup.MeshAxes(data=8))
     plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.from_schedule("0:64"), splitter=rampup.BatchSplitter(**splitter), num_devices=16, total_steps=2
+        ramp=rampup.BatchRamp.from_schedule("0:64"),
+        splitter=rampup.BatchSplitter(**splitter),
+        num_devices=16,
+        total_steps=2,
     )
     for use in (
         lambda: rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh),
@@ -137,14 +214,19 @@ def test_plan_for_another_mesh_is_refused(splitter, key):
     ):
         with pytest.raises(rampup.ConfigError) as caught:
             use()
-        assert (caught.value.key, caught.value.nearest) == (key, (mesh.shape["data"] if key == "data_parallel_size" else 1,))
+        assert (caught.value.key, caught.value.nearest) == (
+            key,
+            (mesh.shape["data"] if key == "data_parallel_size" else 1,),
+        )
 
 
 def test_pipelined_loss_with_other_repeats_than_the_plan_is_refused():
     """The layer chunks per stage of plan and loss are the same number."""
     mesh = rampup.make_mesh(rampup.MeshAxes(data=4, pipeline=2))
     plan = plan_for(mesh, "0:64", steps=2, num_stages=2)
-    loss = rampup.PipelinedLoss(first=loss_fn, stage=loss_fn, last=loss_fn, num_repeats=2)
+    loss = rampup.PipelinedLoss(
+        first=loss_fn, stage=loss_fn, last=loss_fn, num_repeats=2
+    )
     with pytest.raises(rampup.ConfigError, match="num_repeats=2"):
         rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
 
@@ -153,13 +235,22 @@ def test_mesh_without_a_batch_axis_is_refused():
     """A mesh none of whose axes takes the rows is an error that names `BatchAxes`."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     with pytest.raises(rampup.RampupError, match="BatchAxes"):
-        rampup.train_step(loss_fn, optax.sgd(0.1), plan_for(jax.make_mesh((8, 1), ("data", "fsdp"))), mesh)
+        rampup.train_step(
+            loss_fn,
+            optax.sgd(0.1),
+            plan_for(jax.make_mesh((8, 1), ("data", "fsdp"))),
+            mesh,
+        )
 
 
-@pytest.mark.parametrize("axes", ["batch", rampup.BatchAxes(replica="batch", rows="batch"), ("batch",)])
+@pytest.mark.parametrize(
+    "axes", ["batch", rampup.BatchAxes(replica="batch", rows="batch"), ("batch",)]
+)
 def test_axes_that_are_no_tuples_are_refused(axes):
     """A name or a tuple alone, and names that are not in a tuple, are an error that shows `BatchAxes`."""
-    with pytest.raises(rampup.ConfigError, match="must be a BatchAxes of two tuples, such as"):
+    with pytest.raises(
+        rampup.ConfigError, match="must be a BatchAxes of two tuples, such as"
+    ):
         rampup.BatchAxes.of(jax.make_mesh((8,), ("batch",)), axes)
 
 
@@ -168,9 +259,15 @@ def test_parameters_of_an_equal_mesh_keep_their_sharding():
     ours = rampup.make_mesh(rampup.MeshAxes(data=4, tensor=2))
     for name in ("tensor", "y"):
         other = jax.make_mesh((4, 2), ("data", name), axis_types=(AxisType.Auto,) * 2)
-        param = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(other, PartitionSpec(None, name)))
+        param = jax.device_put(
+            np.zeros((8, 8), np.float32),
+            NamedSharding(other, PartitionSpec(None, name)),
+        )
         if name == "y":
-            with pytest.raises(rampup.ConfigError, match=r"which the axes .* cannot express; place it on this mesh"):
+            with pytest.raises(
+                rampup.ConfigError,
+                match=r"which the axes .* cannot express; place it on this mesh",
+            ):
                 rampup.create_state({"w": param}, optax.sgd(0.1), ours)
         else:
             state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)

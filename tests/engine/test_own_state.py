@@ -13,7 +13,16 @@ from flax import nnx
 from flax.training import train_state
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
-from helpers.toy import loss_fn, mesh_of, new_params, plain_loss_fn, plan_for, rows, start, train
+from helpers.toy import (
+    loss_fn,
+    mesh_of,
+    new_params,
+    plain_loss_fn,
+    plan_for,
+    rows,
+    start,
+    train,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -37,7 +46,12 @@ def test_batch_stats_reach_the_loss(mesh_name):
         return *loss_fn(p, b, k), {"count": batch_stats["count"] + 1}
 
     state, _ = train(
-        *start(mesh_name, loss, state=toy.flax_state(BatchStatsState, batch_stats={"count": jnp.zeros(())})), steps=3
+        *start(
+            mesh_name,
+            loss,
+            state=toy.flax_state(BatchStatsState, batch_stats={"count": jnp.zeros(())}),
+        ),
+        steps=3,
     )
     assert float(state.batch_stats["count"]) >= 3
 
@@ -53,8 +67,16 @@ def test_state_that_is_a_plain_dataclass():
         opt_state: Any
         best: Any
 
-    state, metrics = train(*start(state=lambda params, tx: Plain(0, params, tx.init(params), jnp.float32(7))), steps=3)
-    assert (float(state.best), set(metrics)) == (7, {"loss", "weight", "grad_norm", "aux"})
+    state, metrics = train(
+        *start(
+            state=lambda params, tx: Plain(0, params, tx.init(params), jnp.float32(7))
+        ),
+        steps=3,
+    )
+    assert (float(state.best), set(metrics)) == (
+        7,
+        {"loss", "weight", "grad_norm", "aux"},
+    )
 
 
 @pytest.mark.parametrize("mesh_name", ["one", "data"])
@@ -63,7 +85,10 @@ def test_state_that_is_a_plain_dataclass():
     [
         (optax.contrib.prodigy(), None),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)), None),
-        (optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)), None),
+        (
+            optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+            None,
+        ),
         (optax.sgd(0.1), toy.flax_state()),
     ],
     ids=["prodigy", "sam", "plateau", "prepared"],
@@ -86,7 +111,9 @@ def test_two_steps_read_the_parameters_of_each_other(engine):
         return loss_fn(jax.tree.map(jnp.add, params, frozen), batch, keys)
 
     (step, one), (_, other) = (start(loss=loss, engine=engine) for _ in range(2))
-    other_step = rampup.train_step(loss, optax.sgd(0.1), step._plan, mesh_of("one"), engine=engine)
+    other_step = rampup.train_step(
+        loss, optax.sgd(0.1), step._plan, mesh_of("one"), engine=engine
+    )
     for batch in step.batches(rows(), stop=3):
         before = one.params
         one, _ = step(one.replace(frozen=other.params), batch)
@@ -99,22 +126,46 @@ def test_state_survives_without_donation():
     """With `donate=False` the state given to a step can be used again."""
     step, state = start(donate=False)
     batch = next(step.batches(rows()))
-    jax.tree.map(np.testing.assert_array_equal, step(state, batch)[0].params, step(state, batch)[0].params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        step(state, batch)[0].params,
+        step(state, batch)[0].params,
+    )
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 def test_float64_parameters(engine):
     """Both engines and the evaluation run in float64."""
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
-        step, state = start(params=new_params(mesh_of("one"), np.float64), engine=engine)
-        state, metrics = train(step, state, steps=2, data=(data := rows(dtype=np.float64)))
+    with (
+        jax.enable_x64(True)
+        if hasattr(jax, "enable_x64")
+        else jax.experimental.enable_x64()
+    ):
+        step, state = start(
+            params=new_params(mesh_of("one"), np.float64), engine=engine
+        )
+        state, metrics = train(
+            step, state, steps=2, data=(data := rows(dtype=np.float64))
+        )
         assert metrics["loss"].dtype == jnp.float64
-        assert rampup.EvalStep(loss_fn, mesh_of("one"))(state, next(step.batches(data)))[0].dtype == jnp.float64
+        assert (
+            rampup.EvalStep(loss_fn, mesh_of("one"))(state, next(step.batches(data)))[
+                0
+            ].dtype
+            == jnp.float64
+        )
 
 
 def test_integer_leaves_in_the_parameters():
     """Integer parameters, such as a quantized base model, are left as they are."""
-    state, _ = train(*start("data", params=new_params(mesh_of("data")) | {"base": jnp.arange(4, dtype=jnp.int8)}), steps=3)
+    state, _ = train(
+        *start(
+            "data",
+            params=new_params(mesh_of("data"))
+            | {"base": jnp.arange(4, dtype=jnp.int8)},
+        ),
+        steps=3,
+    )
     assert state.params["base"].tolist() == [0, 1, 2, 3]
 
 
@@ -124,15 +175,22 @@ def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
 
     def loss(params, batch, keys, mutable):
         bad = jnp.where(jnp.any(batch["id"] == 20), jnp.inf, 0.0)
-        return *loss_fn(params, batch, keys), {"maximum": mutable["maximum"], "sum": mutable["sum"] + bad}
+        return *loss_fn(params, batch, keys), {
+            "maximum": mutable["maximum"],
+            "sum": mutable["sum"] + bad,
+        }
 
     carried = {"maximum": jnp.float32(-jnp.inf), "sum": jnp.float32(0)}
-    state, found = toy.history(*start(loss=loss, steps=3, engine=engine, skip_nonfinite=True, mutable=carried))
+    state, found = toy.history(
+        *start(loss=loss, steps=3, engine=engine, skip_nonfinite=True, mutable=carried)
+    )
     assert [metrics["skipped"] for metrics in found] == [False, True, False]
     assert float(state.mutable["sum"]) == 0
 
 
-MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32)
+MODEL = LanguageModel(
+    num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32
+)
 init = jax.jit(MODEL.init)
 
 
@@ -144,51 +202,92 @@ class FrozenState(toy.ScaledState):
 
 def run_pipeline(num_stages, **fields):
     """Return losses and parameters of some steps with a state that has further fields, on two replicas with stages."""
-    mesh = make_mesh(MeshAxes(data=2, pipeline=num_stages), jax.devices()[: 2 * num_stages])
-    plan = plan_for(mesh, "0:8 16:16", steps=5, num_stages=num_stages, microbatch_size=2)
+    mesh = make_mesh(
+        MeshAxes(data=2, pipeline=num_stages), jax.devices()[: 2 * num_stages]
+    )
+    plan = plan_for(
+        mesh, "0:8 16:16", steps=5, num_stages=num_stages, microbatch_size=2
+    )
     model, tx = MODEL.on(mesh), optax.sgd(0.3)
     params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
     state = toy.flax_state(FrozenState, **fields)(params, tx)
-    step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
+    step = rampup.train_step(
+        model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh
+    )
     rng = np.random.default_rng(0)
-    data = [{"tokens": rng.integers(0, 32, 9).astype(np.uint8), "length": np.int32(n % 8 + 1)} for n in range(64)]
-    state, found = toy.history(step, rampup.prepare_state(state, mesh), step.batches(data))
-    losses = [[metrics["loss"], metrics["grad_norm"], metrics.get("skipped", 0)] for metrics in found]
+    data = [
+        {
+            "tokens": rng.integers(0, 32, 9).astype(np.uint8),
+            "length": np.int32(n % 8 + 1),
+        }
+        for n in range(64)
+    ]
+    state, found = toy.history(
+        step, rampup.prepare_state(state, mesh), step.batches(data)
+    )
+    losses = [
+        [metrics["loss"], metrics["grad_norm"], metrics.get("skipped", 0)]
+        for metrics in found
+    ]
     return losses, jax.device_get((state.params, state.dynamic_scale))
 
 
 @pytest.mark.slow
 def test_dynamic_scale_works_with_pipeline_stages():
     """Losses, skipped steps, the scale and the parameters are those without a pipeline, to 1e-6."""
-    scale = DynamicScale(scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8)  # The first steps overflow.
-    expected, found = run_pipeline(1, dynamic_scale=scale), run_pipeline(2, dynamic_scale=scale)
+    scale = DynamicScale(
+        scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8
+    )  # The first steps overflow.
+    expected, found = (
+        run_pipeline(1, dynamic_scale=scale),
+        run_pipeline(2, dynamic_scale=scale),
+    )
     assert [row[2] for row in found[0]] == [row[2] for row in expected[0]]
     assert 0 < sum(row[2] for row in found[0]) < 5
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found[1],
+        expected[1],
+    )
 
 
 @pytest.mark.slow
 def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     """The error comes before anything is computed, and names the field, the loss and what to do."""
-    with pytest.raises(rampup.ConfigError, match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze"):
+    with pytest.raises(
+        rampup.ConfigError,
+        match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze",
+    ):
         run_pipeline(2, frozen={"base": jnp.zeros(2)})
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     plan = plan_for(mesh, "0:8", steps=5, num_stages=2)
     params = init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
     step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
-    with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
+    with pytest.raises(
+        rampup.ConfigError, match="integer parameters, which a PipelinedLoss"
+    ):
         step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
-    carried = rampup.create_state(init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
-    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"):
+    carried = rampup.create_state(
+        init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())}
+    )
+    with pytest.raises(
+        rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"
+    ):
         step(carried, next(step.batches(data)))
 
 
 def test_parameters_whose_gradients_are_new_values_are_refused():
     """The scales of Flax's float8 layers cannot be summed over microbatches, so they would be wrong without an error."""
-    params = {"params": new_params(mesh_of("one")), "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
-    with pytest.raises(rampup.ConfigError, match=r"takes its gradients as new values.*rampup\.multi_steps"):
+    params = {
+        "params": new_params(mesh_of("one")),
+        "_overwrite_with_gradient": {"scale": jnp.ones(1)},
+    }
+    with pytest.raises(
+        rampup.ConfigError,
+        match=r"takes its gradients as new values.*rampup\.multi_steps",
+    ):
         train(*start(loss=lambda p, *args: loss_fn(p["params"], *args), params=params))
 
 
@@ -199,36 +298,65 @@ def test_states_and_batches_print_shapes_instead_of_arrays():
         average: Any = None
 
     mesh, seen = mesh_of("one"), []
-    params = {"w": np.ones((2, 8), np.float32), "parts": [np.ones(n, np.float32) for n in range(1, 6)]}
+    params = {
+        "w": np.ones((2, 8), np.float32),
+        "parts": [np.ones(n, np.float32) for n in range(1, 6)],
+    }
     state = rampup.create_state(params, optax.adam(0.1), mesh)
     words = "<6 arrays, 31 numbers: parts.0 float32[1], parts.1 float32[2], parts.2 float32[3], parts.3 float32[4], 2 more>"
-    assert repr(state).startswith(f"TrainState(step=0, params={words}, opt_state=<13 arrays, 63 numbers: ")
+    assert repr(state).startswith(
+        f"TrainState(step=0, params={words}, opt_state=<13 arrays, 63 numbers: "
+    )
     assert repr(state).endswith(", mutable=None, frozen=None)")
-    own = WithAverage(step=np.int32(3), params=params, opt_state=(), average={"w": np.ones(2)})
-    assert repr(own).endswith("opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers: w float64[2]>)")
+    own = WithAverage(
+        step=np.int32(3), params=params, opt_state=(), average={"w": np.ones(2)}
+    )
+    assert repr(own).endswith(
+        "opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers: w float64[2]>)"
+    )
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
     state.step.delete()
     assert repr(state) == seen[0] == repr(state).replace("step=0", "step=int32[]")
     batch = next(rampup.step_batches(rows(), plan_for(mesh, "0:16"), mesh))
     row = "<3 arrays, 10 numbers: id int32[], weight float32[], x float32[8]>"
-    assert repr(batch) == f"Batch(step=0, 16 samples in microbatches of 16, a row is {row})"
+    assert (
+        repr(batch)
+        == f"Batch(step=0, 16 samples in microbatches of 16, a row is {row})"
+    )
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
 @pytest.mark.parametrize(
     ("made", "given", "words"),
     [
-        (optax.adam(0.1), optax.sgd(0.1), r"\[0\]\.count has the shape \[\] in the state, and is absent in the optimizer"),
-        (optax.sgd(0.1), optax.adam(0.1), r"\.count is absent in the state, and has the shape \[\] in the optimizer"),
-        (optax.sgd(0.1), optax.chain(optax.clip(1), optax.sgd(0.1)), "a chain with more or fewer"),
+        (
+            optax.adam(0.1),
+            optax.sgd(0.1),
+            r"\[0\]\.count has the shape \[\] in the state, and is absent in the optimizer",
+        ),
+        (
+            optax.sgd(0.1),
+            optax.adam(0.1),
+            r"\.count is absent in the state, and has the shape \[\] in the optimizer",
+        ),
+        (
+            optax.sgd(0.1),
+            optax.chain(optax.clip(1), optax.sgd(0.1)),
+            "a chain with more or fewer",
+        ),
     ],
     ids=["adam", "sgd", "chain"],
 )
 def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, engine):
     """Another optimizer than that of the state is an error before anything is compiled; optax would run some of them."""
-    (step, _), (_, state) = start(tx=given, engine=engine), start(tx=made, engine=engine)
+    (step, _), (_, state) = (
+        start(tx=given, engine=engine),
+        start(tx=made, engine=engine),
+    )
     mesh = mesh_of("one")
-    flax_made = toy.flax_state()(new_params(mesh), step.tx).replace(opt_state=state.opt_state)
+    flax_made = toy.flax_state()(new_params(mesh), step.tx).replace(
+        opt_state=state.opt_state
+    )
     for wrong in (state, rampup.prepare_state(flax_made, mesh)):
         with pytest.raises(rampup.ConfigError, match=words) as caught:
             step(wrong, next(step.batches(rows())))
@@ -239,27 +367,51 @@ def test_what_is_no_tree_of_arrays_is_refused():
     """An NNX model and a tree with functions would train without their statistics, or end in an error of JAX."""
     mesh, tx = mesh_of("one"), optax.sgd(0.1)
     model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    with pytest.raises(rampup.ConfigError, match=r"\['net'\] is an NNX module \(BatchNorm\).* rampup.split_model"):
+    with pytest.raises(
+        rampup.ConfigError,
+        match=r"\['net'\] is an NNX module \(BatchNorm\).* rampup.split_model",
+    ):
         rampup.create_state({"net": model}, tx, mesh)
     for leaf in (jax.nn.relu, "words", np.array(["words"])):
         params = {"w": jnp.ones(2), "activation": leaf}
-        with pytest.raises(rampup.ConfigError, match=r"params\['activation'\] is .* not an array of numbers.*eqx.partition"):
+        with pytest.raises(
+            rampup.ConfigError,
+            match=r"params\['activation'\] is .* not an array of numbers.*eqx.partition",
+        ):
             rampup.create_state(params, tx, mesh)
-    state = rampup.create_state({"w": 1.0, "key": jax.random.key(0), "half": jnp.bfloat16(1)}, optax.identity(), mesh)
+    state = rampup.create_state(
+        {"w": 1.0, "key": jax.random.key(0), "half": jnp.bfloat16(1)},
+        optax.identity(),
+        mesh,
+    )
     assert len(jax.tree.leaves(state.params)) == 3
 
 
 LOOKAHEAD = optax.lookahead(optax.sgd(0.1), 2, 0.5)
-SAM = [optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=is_opaque) for is_opaque in (True, False)]
+SAM = [
+    optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=is_opaque)
+    for is_opaque in (True, False)
+]
 
 
 @pytest.mark.parametrize(
     ("tx", "words"),
     [
         (optax.lbfgs(), "a line search, as in optax.lbfgs"),
-        (optax.partition({"a": optax.lbfgs(), "b": optax.sgd(1)}, {"in": "a", "out": "b"}), "a line search"),
-        (optax.MultiSteps(SAM[0], 2).gradient_transformation(), r"sam\(opaque_mode=True\)"),
-        (optax.chain(optax.clip(1), LOOKAHEAD), "optax.lookahead, .* pairs of parameters"),
+        (
+            optax.partition(
+                {"a": optax.lbfgs(), "b": optax.sgd(1)}, {"in": "a", "out": "b"}
+            ),
+            "a line search",
+        ),
+        (
+            optax.MultiSteps(SAM[0], 2).gradient_transformation(),
+            r"sam\(opaque_mode=True\)",
+        ),
+        (
+            optax.chain(optax.clip(1), LOOKAHEAD),
+            "optax.lookahead, .* pairs of parameters",
+        ),
     ],
     ids=["lbfgs", "partition", "sam", "lookahead"],
 )
@@ -281,7 +433,10 @@ def test_a_donated_array_that_is_in_the_state_twice_is_named():
 
     step, state = start()
     state = Averaged(**vars(state))
-    with pytest.raises(rampup.ConfigError, match=r"state.params\['in'\] and state.ema\['in'\] are one array"):
+    with pytest.raises(
+        rampup.ConfigError,
+        match=r"state.params\['in'\] and state.ema\['in'\] are one array",
+    ):
         train(step, state.replace(ema=state.params), steps=1)
     train(step, state.replace(ema=jax.tree.map(jnp.copy, state.params)), steps=1)
 
@@ -289,12 +444,20 @@ def test_a_donated_array_that_is_in_the_state_twice_is_named():
 def test_parameters_sharded_over_data_train_with_the_line_that_the_error_offers():
     """As with the default of many programs, parameters in parts on the data axis: `batch_axes` of the error trains them."""
     mesh = mesh_of("data")
-    params = {name: jax.device_put(x, NamedSharding(mesh, P("data"))) for name, x in new_params(mesh_of("one")).items()}
+    params = {
+        name: jax.device_put(x, NamedSharding(mesh, P("data")))
+        for name, x in new_params(mesh_of("one")).items()
+    }
     with pytest.raises(rampup.ConfigError, match="sharded over data") as caught:
         train(*start("data", plain_loss_fn, params=params), steps=1)
-    offered = eval(re.search(r"batch_axes=(BatchAxes\(.*?\)\))", str(caught.value))[1], {"BatchAxes": rampup.BatchAxes})
+    offered = eval(
+        re.search(r"batch_axes=(BatchAxes\(.*?\)\))", str(caught.value))[1],
+        {"BatchAxes": rampup.BatchAxes},
+    )
     assert offered == rampup.BatchAxes(replica=(), rows=("data", "fsdp"))
-    state, _ = train(*start("data", plain_loss_fn, params=params, batch_axes=offered), steps=3)
+    state, _ = train(
+        *start("data", plain_loss_fn, params=params, batch_axes=offered), steps=3
+    )
     expected, _ = train(*start("one", plain_loss_fn), steps=3)
     for name, x in expected.params.items():
         np.testing.assert_allclose(state.params[name], x, rtol=1e-5, atol=1e-6)

@@ -27,17 +27,25 @@ def embedding(p, b):
 
 def labels(p, b):
     """Look up the table, and take the probabilities of labels."""
-    return jnp.take_along_axis(jax.nn.log_softmax(p["table"][b["id"]] @ p["w"]), b["id"][..., None] % E, axis=-1)
+    return jnp.take_along_axis(
+        jax.nn.log_softmax(p["table"][b["id"]] @ p["w"]),
+        b["id"][..., None] % E,
+        axis=-1,
+    )
 
 
 def scatter(p, b):
     """Change rows of the table, and a part of its columns."""
-    return p["table"].at[b["id"].ravel()].add(1.5) * p["table"].at[:, b["id"][0] % E].set(2.0)
+    return p["table"].at[b["id"].ravel()].add(1.5) * p["table"].at[
+        :, b["id"][0] % E
+    ].set(2.0)
 
 
 def ordering(p, b):
     """Sort along a dimension that tensor shards, and one of the table."""
-    return jnp.sort(b["x"] @ p["w"], axis=-1) * jnp.arange(E), jnp.sort(p["table"], axis=0) * jnp.arange(V)[:, None]
+    return jnp.sort(b["x"] @ p["w"], axis=-1) * jnp.arange(E), jnp.sort(
+        p["table"], axis=0
+    ) * jnp.arange(V)[:, None]
 
 
 def top_k(p, b):
@@ -48,36 +56,59 @@ def top_k(p, b):
 
 def segment_sum(p, b):
     """Add up rows by their number."""
-    return jax.ops.segment_sum((b["x"] @ p["w"]).reshape(-1, E), b["id"].ravel(), V) * p["table"]
+    return (
+        jax.ops.segment_sum((b["x"] @ p["w"]).reshape(-1, E), b["id"].ravel(), V)
+        * p["table"]
+    )
 
 
 def slices(p, b):
     """Slice the table where the rows say."""
     one = b["id"][0, 0]
-    several = jax.vmap(lambda k: jax.lax.dynamic_slice_in_dim(p["table"], k, 8))(b["id"][:, 0] % (V - 8))
-    return several, p["table"].at[one].add(1.5) * p["table"][:, one % E, None], p["table"][b["id"][0, :1]], p["w"][one % E]
+    several = jax.vmap(lambda k: jax.lax.dynamic_slice_in_dim(p["table"], k, 8))(
+        b["id"][:, 0] % (V - 8)
+    )
+    return (
+        several,
+        p["table"].at[one].add(1.5) * p["table"][:, one % E, None],
+        p["table"][b["id"][0, :1]],
+        p["w"][one % E],
+    )
 
 
 def experts(p, b):
     """Dispatch each token to the best of four experts by index, with a capacity."""
     x = b["x"].reshape(-1, E)
     chosen = jnp.argmax(x @ p["w"][:, :4], axis=-1)
-    place = jnp.cumsum(jax.nn.one_hot(chosen, 4), axis=0)[jnp.arange(len(x)), chosen].astype(int) - 1
+    place = (
+        jnp.cumsum(jax.nn.one_hot(chosen, 4), axis=0)[
+            jnp.arange(len(x)), chosen
+        ].astype(int)
+        - 1
+    )
     buffers = jnp.zeros((4, 8, E)).at[chosen, place].add(x, mode="drop")
-    return jnp.einsum("xce,xef->xcf", buffers, p["kernel"]).at[chosen, place].get(mode="fill", fill_value=0)
+    return (
+        jnp.einsum("xce,xef->xcf", buffers, p["kernel"])
+        .at[chosen, place]
+        .get(mode="fill", fill_value=0)
+    )
 
 
 def depthwise(p, b):
     """Convolve each channel by itself."""
     kernel, numbers = p["kernel"][:3, :1], ("NWC", "WIO", "NWC")
-    return jax.lax.conv_general_dilated(b["x"], kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=E)
+    return jax.lax.conv_general_dilated(
+        b["x"], kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=E
+    )
 
 
 def convolution(p, b):
     """Convolve all channels, in a scan over layers with a branch."""
 
     def layer(x, kernel):
-        y = jax.lax.conv_general_dilated(x, kernel[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        y = jax.lax.conv_general_dilated(
+            x, kernel[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
         return jax.lax.cond(jnp.sum(y) > 0, jnp.tanh, jnp.sin, y), None
 
     return jax.lax.scan(layer, b["x"], p["kernel"])[0]
@@ -86,7 +117,9 @@ def convolution(p, b):
 def ragged(p, b):
     """Sort tokens by their expert, for products that `jax.vmap` cannot map."""
     x, chosen = b["x"].reshape(-1, E), b["id"].ravel() % 4
-    return jax.lax.ragged_dot(x[jnp.argsort(chosen)], p["kernel"], jnp.bincount(chosen, length=4))
+    return jax.lax.ragged_dot(
+        x[jnp.argsort(chosen)], p["kernel"], jnp.bincount(chosen, length=4)
+    )
 
 
 def linear(p, b):
@@ -98,19 +131,52 @@ def tensor_kernel(p, b):
     """Multiply in a `jax.shard_map` over tensor, in a loop with a constraint."""
     # Inside of a step, the context has the mesh. The expected sums are those of one device.
     inside = bool(jax.sharding.get_abstract_mesh().shape)
-    constraint = NamedSharding(toy.mesh_of("data_fsdp_tensor" if inside else "one"), PartitionSpec("fsdp"))
+    constraint = NamedSharding(
+        toy.mesh_of("data_fsdp_tensor" if inside else "one"), PartitionSpec("fsdp")
+    )
 
     def product(x, w):
         x = jax.lax.with_sharding_constraint(x, constraint)
-        return jax.lax.fori_loop(0, 2, lambda _, y: jnp.tanh(y + jax.lax.psum(x @ w, "tensor")), jnp.zeros((*x.shape[:-1], E)))
+        return jax.lax.fori_loop(
+            0,
+            2,
+            lambda _, y: jnp.tanh(y + jax.lax.psum(x @ w, "tensor")),
+            jnp.zeros((*x.shape[:-1], E)),
+        )
 
-    options = {"mesh": None if inside else toy.mesh_of("one"), "axis_names": {"tensor"}, "check_vma": False}
-    specs = {"in_specs": (PartitionSpec(None, None, "tensor"), PartitionSpec("tensor")), "out_specs": PartitionSpec()}
+    options = {
+        "mesh": None if inside else toy.mesh_of("one"),
+        "axis_names": {"tensor"},
+        "check_vma": False,
+    }
+    specs = {
+        "in_specs": (PartitionSpec(None, None, "tensor"), PartitionSpec("tensor")),
+        "out_specs": PartitionSpec(),
+    }
     return jax.shard_map(product, **options, **specs)(b["x"], p["w"])
 
 
-OPERATIONS = [linear, embedding, labels, scatter, ordering, top_k, segment_sum, slices, experts, depthwise, convolution, ragged]
-SPECS = [("tensor", "fsdp"), ("fsdp", "tensor"), (None, "fsdp"), ("tensor", None), (("fsdp", "tensor"), None)]
+OPERATIONS = [
+    linear,
+    embedding,
+    labels,
+    scatter,
+    ordering,
+    top_k,
+    segment_sum,
+    slices,
+    experts,
+    depthwise,
+    convolution,
+    ragged,
+]
+SPECS = [
+    ("tensor", "fsdp"),
+    ("fsdp", "tensor"),
+    (None, "fsdp"),
+    ("tensor", None),
+    (("fsdp", "tensor"), None),
+]
 
 
 def loss_of(operations):
@@ -120,7 +186,11 @@ def loss_of(operations):
         kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (T, E)))(keys)
         batch = batch | {"x": jnp.where(kept, batch["x"], 0)}
         found = [operation(params, batch) for operation in operations]
-        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(found)), jnp.sum(batch["weight"]), {}
+        return (
+            sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(found)),
+            jnp.sum(batch["weight"]),
+            {},
+        )
 
     return loss_fn
 
@@ -132,7 +202,9 @@ def problem(mesh, spec, axes=None):
     params = {
         name: jax.device_put(
             (rng.normal(size=shape) * 0.3).astype(np.float32),
-            NamedSharding(auto_view(mesh), PartitionSpec(*[None] * (len(shape) - 2), *spec)),
+            NamedSharding(
+                auto_view(mesh), PartitionSpec(*[None] * (len(shape) - 2), *spec)
+            ),
         )
         for name, shape in shapes.items()
     }
@@ -142,15 +214,24 @@ def problem(mesh, spec, axes=None):
         "weight": rng.integers(1, 9, (K, R)).astype(np.float32),
     }
     rows = batch_sharding(mesh, leading=1, axes=axes)
-    return params, jax.device_put(batch, rows), jax.device_put(jax.random.split(jax.random.key(5), (K, R)), rows)
+    return (
+        params,
+        jax.device_put(batch, rows),
+        jax.device_put(jax.random.split(jax.random.key(5), (K, R)), rows),
+    )
 
 
 def expected_sums(loss_fn, params, batch, keys, replicas):
     """Return loss and gradient of plain `jax.jit` on one device, added up over the rows of each microbatch and replica."""
     params, batch, keys = jax.device_put((params, batch, keys), jax.devices()[0])
-    cut = jax.tree.map(lambda x: x.reshape(K * replicas, R // replicas, *x.shape[2:]), (batch, keys))
+    cut = jax.tree.map(
+        lambda x: x.reshape(K * replicas, R // replicas, *x.shape[2:]), (batch, keys)
+    )
     run = jax.jit(jax.value_and_grad(lambda *args: loss_fn(*args)[0]))
-    parts = [run(params, *jax.tree.map(operator.itemgetter(k), cut)) for k in range(K * replicas)]
+    parts = [
+        run(params, *jax.tree.map(operator.itemgetter(k), cut))
+        for k in range(K * replicas)
+    ]
     return jax.tree.map(lambda *x: np.sum(np.stack(x), axis=0), *parts)
 
 
@@ -175,42 +256,81 @@ def test_an_operation_equals_plain_jit(operations, spec):
     mesh = toy.mesh_of("data_fsdp_tensor")
     params, batch, keys = problem(mesh, spec)
     loss_fn, shardings = loss_of(operations), shardings_like(params, mesh)
-    run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings))
+    run = jax.jit(
+        lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings)
+    )
     sums = run(params, batch, np.int32(K), keys)
-    assert_close((sums.loss, sums.grads), expected_sums(loss_fn, params, batch, keys, 2))
-    assert all(jax.tree.leaves(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), sums.grads, shardings)))
+    assert_close(
+        (sums.loss, sums.grads), expected_sums(loss_fn, params, batch, keys, 2)
+    )
+    assert all(
+        jax.tree.leaves(
+            jax.tree.map(
+                lambda g, s: g.sharding.is_equivalent_to(s, g.ndim),
+                sums.grads,
+                shardings,
+            )
+        )
+    )
     total = AccumulatedLoss(loss_fn).eval_sums
     evaluate = jax.jit(lambda *args: total(*args, mesh=mesh))
-    np.testing.assert_allclose(evaluate(params, batch, keys, np.int32(K)).loss, sums.loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        evaluate(params, batch, keys, np.int32(K)).loss, sums.loss, rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("name", ["one", "data_tensor", "fsdp", toy.slow("data_fsdp_tensor")])
+@pytest.mark.parametrize(
+    "name", ["one", "data_tensor", "fsdp", toy.slow("data_fsdp_tensor")]
+)
 def test_axes_of_one_device_have_names_and_may_be_in_a_shard_map(name):
     """A loss with a `shard_map` over fsdp and tensor and with collectives over every other axis has the sums of one device."""
     mesh = toy.mesh_of(name)
     alone, (params, batch, keys) = toy.mesh_of("one"), problem(mesh, SPECS[1])
-    single = tuple(axis for axis in ("fsdp", "tensor", "stage") if mesh.shape[axis] == 1)
+    single = tuple(
+        axis for axis in ("fsdp", "tensor", "stage") if mesh.shape[axis] == 1
+    )
 
     def loss_fn(params, batch, keys, mesh=mesh, single=single):
         inner = jax.sharding.get_abstract_mesh()
         specs = {
-            "in_specs": (PartitionSpec("fsdp", None, "tensor"), PartitionSpec("tensor")),
+            "in_specs": (
+                PartitionSpec("fsdp", None, "tensor"),
+                PartitionSpec("tensor"),
+            ),
             "out_specs": PartitionSpec("fsdp"),
         }
-        options = {"mesh": inner if inner.shape else mesh, "axis_names": {"fsdp", "tensor"}, "check_vma": False}
-        x = jax.shard_map(lambda x, w: jax.lax.psum(x @ w, "tensor"), **specs, **options)(batch["x"], params["w"])
+        options = {
+            "mesh": inner if inner.shape else mesh,
+            "axis_names": {"fsdp", "tensor"},
+            "check_vma": False,
+        }
+        x = jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "tensor"), **specs, **options
+        )(batch["x"], params["w"])
         if single:
             x = jax.lax.pmean(x, single) * (1 + jax.lax.axis_index(single[-1]))
         return jnp.sum(jnp.tanh(x)), jnp.sum(batch["weight"]), {}
 
     state = rampup.create_state(params, optax.sgd(1.0), mesh)
-    plan = toy.plan_for(mesh, f"0:{R * K}", steps=1, microbatch_size=R // mesh.shape["data"] // mesh.shape["fsdp"])
+    plan = toy.plan_for(
+        mesh,
+        f"0:{R * K}",
+        steps=1,
+        microbatch_size=R // mesh.shape["data"] // mesh.shape["fsdp"],
+    )
     step = rampup.train_step(loss_fn, optax.sgd(1.0), plan, mesh)
     rows = jax.tree.map(lambda x: np.asarray(x).reshape(R * K, *x.shape[2:]), batch)
     before, (state, metrics) = jax.device_get(params), step(state, step.batch(rows))
-    loss, grads = expected_sums(functools.partial(loss_fn, mesh=alone, single=()), before, batch, keys, 1)
+    loss, grads = expected_sums(
+        functools.partial(loss_fn, mesh=alone, single=()), before, batch, keys, 1
+    )
     weight = np.sum(rows["weight"])
-    found = metrics["loss"] * weight, jax.tree.map(lambda old, new: (old - new) * weight, before, jax.device_get(state.params))
+    found = (
+        metrics["loss"] * weight,
+        jax.tree.map(
+            lambda old, new: (old - new) * weight, before, jax.device_get(state.params)
+        ),
+    )
     assert_close(found, (loss, grads))
 
 
@@ -221,44 +341,88 @@ def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
     params, batch, keys = problem(mesh, ("part", "shard"), axes)
 
     def loss_fn(params, batch, keys, mutable):
-        x = jax.lax.with_sharding_constraint(embedding(params, batch), NamedSharding(auto_view(mesh), PartitionSpec(axes.rows)))
+        x = jax.lax.with_sharding_constraint(
+            embedding(params, batch),
+            NamedSharding(auto_view(mesh), PartitionSpec(axes.rows)),
+        )
         mean = jax.lax.pmean(jnp.mean(x), axes.replica)
-        return jnp.sum(jnp.square(x - mean)), batch["weight"].sum(), {}, {"mean": mean, "n": mutable["n"] + 1}
+        return (
+            jnp.sum(jnp.square(x - mean)),
+            batch["weight"].sum(),
+            {},
+            {"mean": mean, "n": mutable["n"] + 1},
+        )
 
     def plain(params, batch):
         x = embedding(params, batch)
         return jnp.sum(jnp.square(x - jnp.mean(x))), jnp.mean(x)
 
     start = {"mean": jnp.float32(0), "n": jnp.int32(0)}
-    run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, mutable=start, batch_axes=axes))
+    run = jax.jit(
+        lambda *args: accumulate(
+            loss_fn, *args, mesh=mesh, mutable=start, batch_axes=axes
+        )
+    )
     sums = run(params, batch, np.int32(2), keys)
     params, batch = jax.device_get((params, batch))
-    parts = [jax.value_and_grad(plain, has_aux=True)(params, jax.tree.map(operator.itemgetter(k), batch)) for k in range(2)]
-    assert_close((sums.loss, sums.grads), jax.tree.map(jnp.add, *[(loss, grads) for (loss, _), grads in parts]))
+    parts = [
+        jax.value_and_grad(plain, has_aux=True)(
+            params, jax.tree.map(operator.itemgetter(k), batch)
+        )
+        for k in range(2)
+    ]
+    assert_close(
+        (sums.loss, sums.grads),
+        jax.tree.map(jnp.add, *[(loss, grads) for (loss, _), grads in parts]),
+    )
     np.testing.assert_allclose(sums.mutable["mean"], parts[-1][0][1], rtol=1e-5)
     assert int(sums.mutable["n"]) == 2
 
 
 def test_gradients_are_reduced_over_the_replicas_once():
     """A step reduces gradients of sharded tables after its loop, with ZeRO-1 and measured noise too; its losses are plain."""
-    mesh, alone, tx = toy.mesh_of("data_fsdp_tensor"), toy.mesh_of("one"), optax.adam(1e-2)
+    mesh, alone, tx = (
+        toy.mesh_of("data_fsdp_tensor"),
+        toy.mesh_of("one"),
+        optax.adam(1e-2),
+    )
     params, batch, _ = problem(mesh, ("tensor", "fsdp"))
     host = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), batch)
     rows = [{name: x[n] for name, x in host.items()} for n in range(K * R)] * 8
     losses = []
     cases = [(alone, False, set()), (toy.mesh_of("data"), False, {"all-reduce"})]
-    for where, zero, kinds in (*cases, (mesh, False, {"all-reduce"}), (mesh, True, {"reduce-scatter"})):
-        plan = toy.plan_for(where, "0:8 16:16", steps=4, microbatch_size=8 // where.shape["data"] // where.shape["fsdp"])
+    for where, zero, kinds in (
+        *cases,
+        (mesh, False, {"all-reduce"}),
+        (mesh, True, {"reduce-scatter"}),
+    ):
+        plan = toy.plan_for(
+            where,
+            "0:8 16:16",
+            steps=4,
+            microbatch_size=8 // where.shape["data"] // where.shape["fsdp"],
+        )
         given = params if where is mesh else jax.device_get(params)
         state = rampup.create_state(given, tx, where, shard_optimizer_over_data=zero)
         options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
         step = rampup.train_step(loss_of([labels]), tx, plan, where, **options)
         account = rampup.inspect(step, state, next(step.batches(rows))).account
-        crossing = [c for c in account.collectives if c.axes is None or "data" in c.axes]
-        reductions = [c for c in crossing if c.kind in ("all-reduce", "reduce-scatter") and c.num_bytes > 100]
+        crossing = [
+            c for c in account.collectives if c.axes is None or "data" in c.axes
+        ]
+        reductions = [
+            c
+            for c in crossing
+            if c.kind in ("all-reduce", "reduce-scatter") and c.num_bytes > 100
+        ]
         assert {c.kind for c in reductions} == kinds
         assert not any(c.in_loop for c in reductions)
-        losses.append([metrics["loss"] for metrics in toy.history(step, state, step.batches(rows))[1]])
+        losses.append(
+            [
+                metrics["loss"]
+                for metrics in toy.history(step, state, step.batches(rows))[1]
+            ]
+        )
     np.testing.assert_allclose(losses[1:], losses[:1] * 3, rtol=1e-5)
 
 
@@ -267,7 +431,11 @@ def test_gradients_are_reduced_over_the_replicas_once():
     [
         ([labels, depthwise, convolution], SPECS[3]),
         ([linear, tensor_kernel], SPECS[1]),
-        *(toy.slow([one], spec) for one in (*OPERATIONS, tensor_kernel) for spec in SPECS),
+        *(
+            toy.slow([one], spec)
+            for one in (*OPERATIONS, tensor_kernel)
+            for spec in SPECS
+        ),
     ],
 )
 def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
@@ -277,18 +445,30 @@ def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
     loss_fn = loss_of(operations)
     loss = PipelinedLoss(
         first=lambda params, batch, keys: batch["x"],
-        stage=lambda layers, x, *others: jax.lax.scan(lambda x, w: (x + jnp.tanh(x * w), None), x, layers)[0],
+        stage=lambda layers, x, *others: jax.lax.scan(
+            lambda x, w: (x + jnp.tanh(x * w), None), x, layers
+        )[0],
         last=lambda params, x, batch, keys: loss_fn(params, batch | {"x": x}, keys),
     )
     layers = np.linspace(0.1, 0.5, 4, dtype=np.float32)
-    params["layers"] = jax.device_put(layers, NamedSharding(mesh, PartitionSpec("stage")))
+    params["layers"] = jax.device_put(
+        layers, NamedSharding(mesh, PartitionSpec("stage"))
+    )
     shardings = shardings_like(params, mesh)
-    run = jax.jit(lambda params, rows, m: pipeline_sums(loss, params, rows, (m, 1), Recipe(), mesh, shardings))
+    run = jax.jit(
+        lambda params, rows, m: pipeline_sums(
+            loss, params, rows, (m, 1), Recipe(), mesh, shardings
+        )
+    )
     sums = run(params, (batch, keys), np.int32(K))
-    assert "forward_tick" in run.lower(params, (batch, keys), np.int32(K)).as_text(debug_info=True)
+    assert "forward_tick" in run.lower(params, (batch, keys), np.int32(K)).as_text(
+        debug_info=True
+    )
 
     def plain(params, batch, keys):
         x = loss.stage(params["layers"], batch["x"])
-        return loss.last({name: p for name, p in params.items() if name != "layers"}, x, batch, keys)
+        return loss.last(
+            {name: p for name, p in params.items() if name != "layers"}, x, batch, keys
+        )
 
     assert_close((sums.loss, sums.grads), expected_sums(plain, params, batch, keys, 1))

@@ -23,10 +23,26 @@ from rampup.errors import ConfigError, DataError
 
 def trained(mesh, plan, engine="fused"):
     """Train the toy; return losses and norms, the final state and the step."""
-    step = train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, engine=engine, seed=3, wait_for_compilation=True)
-    state, found = toy.history(step, create_state(toy.new_params(mesh), step.tx, mesh), step.batches(toy.rows(), seed=5))
+    step = train_step(
+        toy.loss_fn,
+        optax.adamw(1e-2),
+        plan,
+        mesh,
+        engine=engine,
+        seed=3,
+        wait_for_compilation=True,
+    )
+    state, found = toy.history(
+        step,
+        create_state(toy.new_params(mesh), step.tx, mesh),
+        step.batches(toy.rows(), seed=5),
+    )
     assert int(state.step) == plan.total_steps
-    return np.array([[metrics["loss"], metrics.get("grad_norm", 0)] for metrics in found]), state, step
+    return (
+        np.array([[metrics["loss"], metrics.get("grad_norm", 0)] for metrics in found]),
+        state,
+        step,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +55,9 @@ def reference():
     @jax.jit
     def update(params, state, whole, number):
         base = jax.random.fold_in(jax.random.key(3), number)
-        keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(jnp.arange(len(whole["x"])))
+        keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(
+            jnp.arange(len(whole["x"]))
+        )
 
         def mean(params):
             loss, weight, _ = toy.loss_fn(params, whole, keys)
@@ -47,11 +65,20 @@ def reference():
 
         loss, grads = jax.value_and_grad(mean)(params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, [loss, optax.tree.norm(grads)]
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            [loss, optax.tree.norm(grads)],
+        )
 
-    for number, batch in enumerate(step_batches(toy.rows(), toy.plan_for(mesh), mesh, seed=5)):
+    for number, batch in enumerate(
+        step_batches(toy.rows(), toy.plan_for(mesh), mesh, seed=5)
+    ):
         size = batch.position.split.global_batch_size
-        whole = jax.tree.map(lambda *x, n=size: np.concatenate(x).reshape(-1, *x[0].shape[2:])[:n], *batch.chunks)
+        whole = jax.tree.map(
+            lambda *x, n=size: np.concatenate(x).reshape(-1, *x[0].shape[2:])[:n],
+            *batch.chunks,
+        )
         params, state, values = update(params, state, whole, number)
         found.append(values)
     return np.array(found), params
@@ -66,25 +93,35 @@ def reference():
         ("one", {"microbatch_size": 1}, 0, 1),
     ],
 )
-def test_fused_step_equals_the_full_batch(name, splitter, limit, compilations, reference, monkeypatch):
+def test_fused_step_equals_the_full_batch(
+    name, splitter, limit, compilations, reference, monkeypatch
+):
     """On every mesh, in any shapes and chunks, three phases give a plain loop's losses, with one program for each shape."""
     monkeypatch.setattr(buffers, "MAX_WHOLE", limit)
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, **splitter)
     found, state, step = trained(mesh, plan)
     np.testing.assert_allclose(found, reference[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, reference[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        state.params,
+        reference[1],
+    )
     assert step.num_compilations == plan.num_compiled_shapes == compilations
 
 
-@pytest.mark.parametrize(("name", "limit"), [("one", 0), ("data_fsdp_tensor", buffers.MAX_WHOLE)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("one", 0), ("data_fsdp_tensor", buffers.MAX_WHOLE)]
+)
 def test_step_copies_nothing_to_the_devices(name, limit, monkeypatch):
     """The steps of a phase after its first take everything from the devices: state, batch and the numbers of microbatches."""
     monkeypatch.setattr(buffers, "MAX_WHOLE", limit)
     (step, state), phases = toy.start(name, schedule="0:16 64:32 200:48"), set()
     for batch in step.batches(toy.rows()):
         is_new = batch.position.phase.index not in phases
-        with jax.transfer_guard_host_to_device("allow" if is_new else "disallow_explicit"):
+        with jax.transfer_guard_host_to_device(
+            "allow" if is_new else "disallow_explicit"
+        ):
             state, _ = step(state, batch)
         phases.add(batch.position.phase.index)
     assert len(phases) == 3
@@ -99,7 +136,11 @@ def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
     losses = found[:, 0], reference[0][:, 0]
     np.testing.assert_allclose(*losses, rtol=1e-2)
     assert not np.allclose(*losses, rtol=1e-5)
-    jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec or pytest.fail(a), state.opt_state.acc_grads, state.params)
+    jax.tree.map(
+        lambda a, b: a.sharding.spec == b.sharding.spec or pytest.fail(a),
+        state.opt_state.acc_grads,
+        state.params,
+    )
 
 
 @pytest.mark.parametrize("name", ["one", "data"])
@@ -110,7 +151,9 @@ def test_step_names_its_parts_for_profiles(name):
     hlo = step.lower(state, toy.rows(1)[0], split).compile().as_text()
     assert re.search(r'op_name="[^"]*/accumulate/[^"]*microbatch', hlo)
     assert re.search(r'op_name="[^"]*/update/', hlo)
-    assert bool(re.search(r'op_name="[^"]*/accumulate/[^"]*reduce/psum', hlo)) == (name == "data")
+    assert bool(re.search(r'op_name="[^"]*/accumulate/[^"]*reduce/psum', hlo)) == (
+        name == "data"
+    )
 
 
 def sizes_used(step, state, between=lambda number: None):
@@ -118,7 +161,12 @@ def sizes_used(step, state, between=lambda number: None):
     used = []
     for batch in step.batches(toy.rows()):
         between(len(used))
-        used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
+        used.append(
+            (
+                batch.position.split.global_batch_size,
+                batch.position.split.microbatch_size,
+            )
+        )
         state, _ = step(state, batch)
     return used, state
 
@@ -126,8 +174,13 @@ def sizes_used(step, state, between=lambda number: None):
 def test_split_for_falls_back_while_the_program_compiles():
     """While the next shape is being compiled, the phase runs in the old shape with more passes, on the same rows."""
     options = {"tx": optax.sgd(0.05), "schedule": "0:16 64:32 200:64", "steps": 14}
-    (step, state), gate = toy.start("data", rampup_microbatch="per_phase", **options), threading.Event()
-    step._compiler.compile_async("gate", lambda: toy.delayed(jax.jit(jnp.sin).lower(np.float32(1)), gate.wait))
+    (step, state), gate = (
+        toy.start("data", rampup_microbatch="per_phase", **options),
+        threading.Event(),
+    )
+    step._compiler.compile_async(
+        "gate", lambda: toy.delayed(jax.jit(jnp.sin).lower(np.float32(1)), gate.wait)
+    )
 
     def let_it_compile(number):
         if number == 7:
@@ -140,7 +193,11 @@ def test_split_for_falls_back_while_the_program_compiles():
     assert used[-1] == (64, 8)
     assert [size for _, size in used] == sorted(size for _, size in used)
     wanted, _ = toy.train(*toy.start("data", **options))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, wanted.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        state.params,
+        wanted.params,
+    )
 
 
 def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
@@ -149,16 +206,25 @@ def test_a_phase_whose_program_fails_keeps_the_shape_that_works():
     def loss(params, batch, keys):
         return toy.loss_fn(params, batch, keys) if len(keys) < 32 else 1 / 0
 
-    step, state = toy.start(loss=loss, schedule="0:8 16:16 64:32", rampup_microbatch="per_phase", steps=10)
-    with pytest.warns(RuntimeWarning, match="32 of a later phase cannot be compiled: ZeroDivisionError"):
-        used = sizes_used(step, state, lambda number: number and step._compiler.get(16, None))[0]
+    step, state = toy.start(
+        loss=loss, schedule="0:8 16:16 64:32", rampup_microbatch="per_phase", steps=10
+    )
+    with pytest.warns(
+        RuntimeWarning,
+        match="32 of a later phase cannot be compiled: ZeroDivisionError",
+    ):
+        used = sizes_used(
+            step, state, lambda number: number and step._compiler.get(16, None)
+        )[0]
     assert [batch for batch, _ in used] == [8] * 2 + [16] * 3 + [32] * 5
     assert {size for batch, size in used if batch == 32} == {16}
 
 
 def test_split_for_replays_the_steps_of_a_checkpoint():
     """A step that is given the changes of an earlier run repeats them, whatever is compiled when."""
-    step, state = toy.start(tx=optax.sgd(0.05), schedule="0:8 16:16", rampup_microbatch="per_phase")
+    step, state = toy.start(
+        tx=optax.sgd(0.05), schedule="0:8 16:16", rampup_microbatch="per_phase"
+    )
     step.replay_shape_changes({8: 0, 16: 9})
     assert [size for _, size in sizes_used(step, state)[0]] == [8] * 9 + [16] * 3
     assert step.shape_changes == {8: 0, 16: 9}
@@ -166,16 +232,24 @@ def test_split_for_replays_the_steps_of_a_checkpoint():
 
 def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
     """The shapes are those of the plan, even if compilation is slow. Several processes always wait."""
-    options = {"schedule": "0:8 16:16 64:32", "steps": 10, "rampup_microbatch": "per_phase"}
+    options = {
+        "schedule": "0:8 16:16 64:32",
+        "steps": 10,
+        "rampup_microbatch": "per_phase",
+    }
     step, state = toy.start(**options, wait_for_compilation=True)
     lowered = jax.jit(jnp.sin).lower(np.float32(1))
-    step._compiler.compile_async("slow", lambda: toy.delayed(lowered, lambda: time.sleep(0.5)))
+    step._compiler.compile_async(
+        "slow", lambda: toy.delayed(lowered, lambda: time.sleep(0.5))
+    )
     planned = [(8, 8)] * 2 + [(16, 16)] * 3 + [(32, 32)] * 5
     assert sizes_used(step, state)[0] == planned
     plan = toy.plan_for(toy.mesh_of("one"), **options)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     step = train_step(toy.loss_fn, optax.sgd(0.05), plan, toy.mesh_of("one"))
-    assert [step.split_for(plan.position(number)).microbatch_size for number in range(10)] == [size for _, size in planned]
+    assert [
+        step.split_for(plan.position(number)).microbatch_size for number in range(10)
+    ] == [size for _, size in planned]
     with pytest.raises(ConfigError, match="single process"):
         toy.start(wait_for_compilation=False)
 
@@ -188,10 +262,16 @@ def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
     try:
         found = []
         for size in (1, 4):
-            state, metrics = toy.train(*toy.start(schedule="0:4", steps=1, microbatch_size=size))
+            state, metrics = toy.train(
+                *toy.start(schedule="0:4", steps=1, microbatch_size=size)
+            )
             found.append((float(metrics["loss"]), jax.device_get(state.params)))
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0][1], found[1][1])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            found[0][1],
+            found[1][1],
+        )
     finally:
         jax.config.update("jax_default_prng_impl", before)
 
@@ -212,10 +292,15 @@ def test_batch_of_arrays_goes_on_with_a_restored_state():
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
-@pytest.mark.parametrize("make", [lambda tx: tx, lambda tx: tx.gradient_transformation()])
+@pytest.mark.parametrize(
+    "make", [lambda tx: tx, lambda tx: tx.gradient_transformation()]
+)
 def test_multi_steps_of_ones_own_is_refused(engine, make):
     """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th step of the plan only."""
-    with pytest.raises(ConfigError, match=r"several optimizer steps of the plan; give the optimizer inside it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"several optimizer steps of the plan; give the optimizer inside it",
+    ):
         toy.start(tx=make(optax.MultiSteps(optax.sgd(0.1), 2)), engine=engine)
     with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
         toy.start(engine=f"not_{engine}")
@@ -223,15 +308,24 @@ def test_multi_steps_of_ones_own_is_refused(engine, make):
 
 def test_states_of_another_step_are_refused():
     """Of the other engine, inside of an accumulation, at another step of the optimizer, of another optimizer, or donated."""
-    (fused, plain), (multi, wrapped) = (toy.start(engine=engine) for engine in ("fused", "multi_steps"))
+    (fused, plain), (multi, wrapped) = (
+        toy.start(engine=engine) for engine in ("fused", "multi_steps")
+    )
     mesh = toy.mesh_of("one")
-    inside, ahead = (wrapped.opt_state._replace(**{name: jnp.int32(1)}) for name in ("mini_step", "gradient_step"))
+    inside, ahead = (
+        wrapped.opt_state._replace(**{name: jnp.int32(1)})
+        for name in ("mini_step", "gradient_step")
+    )
     for step, state, words in (
         (fused, wrapped, r"create_state\(params, step.tx, mesh\)"),
         (multi, plain, r"create_state\(params, step.tx, mesh\)"),
         (multi, wrapped.replace(opt_state=inside), "microbatch 1 of step 0"),
         (multi, wrapped.replace(opt_state=ahead), "must be equal"),
-        (fused, toy.flax_state()(plain.params, optax.sgd(1.0)), "another tx than the step"),
+        (
+            fused,
+            toy.flax_state()(plain.params, optax.sgd(1.0)),
+            "another tx than the step",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             step(prepare_state(state, mesh), batch_of_arrays(step))
@@ -245,7 +339,10 @@ def test_state_with_two_carried_fields_is_refused():
     """A loss function carries one value; the other field would be ignored."""
     kind = collections.namedtuple("State", "step params opt_state mutable batch_stats")
     with pytest.raises(ConfigError, match="both mutable and batch_stats"):
-        prepare_state(kind(0, {}, (), {"a": np.float32(0)}, {"b": np.float32(0)}), toy.mesh_of("one"))
+        prepare_state(
+            kind(0, {}, (), {"a": np.float32(0)}, {"b": np.float32(0)}),
+            toy.mesh_of("one"),
+        )
 
 
 @pytest.mark.parametrize("engine", ["fused", "multi_steps"])
@@ -255,26 +352,46 @@ def test_state_or_rows_of_another_kind_are_named(engine):
     step, state = toy.start("data_fsdp_tensor", engine=engine)
     state, _ = step(state, batch_of_arrays(step))
     whole = jax.tree.map(lambda p: jax.device_put(p, replicated(mesh)), state.params)
-    for params in (whole, jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params), {**state.params, "more": jnp.ones(2)}):
+    for params in (
+        whole,
+        jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params),
+        {**state.params, "more": jnp.ones(2)},
+    ):
         with pytest.raises(ConfigError, match="make another step for them"):
             step(state.replace(params=params), batch_of_arrays(step))
     with pytest.raises(ConfigError, match=r"(?s)make another step for them.*'x'"):
         step(state, batch_of_arrays(step, x=np.ones((16, toy.WIDTH), np.int32)))
 
 
-@pytest.mark.parametrize(("engine", "skips"), [("fused", True), ("multi_steps", True), ("fused", False)])
+@pytest.mark.parametrize(
+    ("engine", "skips"), [("fused", True), ("multi_steps", True), ("fused", False)]
+)
 def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine, skips):
     """The gradient and the loss are 0, not NaN. With `skip_nonfinite`, decay does not act, and that is no skipped step."""
 
     def loss(params, batch, keys, carried):
         return *toy.loss_fn(params, batch, keys), {"count": carried["count"] + 1}
 
-    options = {"mutable": {"count": np.float32(0)}, "engine": engine, "skip_nonfinite": skips}
-    step, state = toy.start(loss=loss, tx=optax.adamw(0.1, weight_decay=0.5 * skips), **options)
+    options = {
+        "mutable": {"count": np.float32(0)},
+        "engine": engine,
+        "skip_nonfinite": skips,
+    }
+    step, state = toy.start(
+        loss=loss, tx=optax.adamw(0.1, weight_decay=0.5 * skips), **options
+    )
     before = jax.device_get((state.params, optax.tree.get(state.opt_state, "mu")))
     state, metrics = step(state, batch_of_arrays(step, weight=np.zeros(16, np.float32)))
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, optax.tree.get(state.opt_state, "mu"))))
-    assert (float(state.mutable["count"]), int(state.step), metrics.get("skipped", False)) == (1, 1, False)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        before,
+        jax.device_get((state.params, optax.tree.get(state.opt_state, "mu"))),
+    )
+    assert (
+        float(state.mutable["count"]),
+        int(state.step),
+        metrics.get("skipped", False),
+    ) == (1, 1, False)
     assert float(metrics["loss"]) == 0
 
 
@@ -288,15 +405,25 @@ def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
     mesh = toy.mesh_of("one")
     step, _ = toy.start(loss=Own())
     kind = collections.namedtuple("State", ["step", "params", "opt_state", field])
-    state = kind(0, toy.new_params(mesh), step.tx.init(toy.new_params(mesh)), DynamicScale())
-    with pytest.raises(ConfigError, match="scale the loss" if field == "dynamic_scale" else "keep such arrays"):
+    state = kind(
+        0, toy.new_params(mesh), step.tx.init(toy.new_params(mesh)), DynamicScale()
+    )
+    with pytest.raises(
+        ConfigError,
+        match="scale the loss" if field == "dynamic_scale" else "keep such arrays",
+    ):
         step(prepare_state(state, mesh), batch_of_arrays(step))
 
 
 def test_disable_jit_works_on_a_mesh_with_explicit_axes():
     """Without compilation a step runs on the automatic view of the mesh too."""
     kinds = (jax.sharding.AxisType.Explicit,) * 4
-    mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "stage"), axis_types=kinds, devices=jax.devices()[:1])
+    mesh = jax.make_mesh(
+        (1, 1, 1, 1),
+        ("data", "fsdp", "tensor", "stage"),
+        axis_types=kinds,
+        devices=jax.devices()[:1],
+    )
     plan, one = toy.plan_for(mesh, "0:2", steps=1), toy.mesh_of("one")
     step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
     state = create_state(toy.new_params(one), step.tx, mesh)
@@ -304,12 +431,23 @@ def test_disable_jit_works_on_a_mesh_with_explicit_axes():
         assert np.isfinite(step(state, next(step.batches(toy.rows())))[1]["loss"])
 
 
-@pytest.mark.parametrize(("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")])
+@pytest.mark.parametrize(
+    ("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")]
+)
 def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
     """With several devices, an array on one device is an error that names it and says how to place it."""
     tx = optax.adam(0.1)
     step, state = toy.start(mesh_name, tx=tx)
-    by_hand = {"opt_state": tx.init(toy.new_params(toy.mesh_of("one"))), "step": jax.device_put(0, jax.devices()[0])}
-    words = {"opt_state": r"state\.opt_state\[0\]\.count is on one device", "step": r"state\.step is on one device"}
-    with pytest.raises(ConfigError, match=rf"{words[field]}, .*; place the state with rampup.prepare_state\(state, mesh\)"):
+    by_hand = {
+        "opt_state": tx.init(toy.new_params(toy.mesh_of("one"))),
+        "step": jax.device_put(0, jax.devices()[0]),
+    }
+    words = {
+        "opt_state": r"state\.opt_state\[0\]\.count is on one device",
+        "step": r"state\.step is on one device",
+    }
+    with pytest.raises(
+        ConfigError,
+        match=rf"{words[field]}, .*; place the state with rampup.prepare_state\(state, mesh\)",
+    ):
         step(state.replace(**{field: by_hand[field]}), batch_of_arrays(step))

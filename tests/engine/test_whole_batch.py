@@ -14,14 +14,22 @@ from rampup.engine.accumulate import AccumulatedLoss
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 
 SCHEDULE, SIZES = "0:16 32:32 96:64", (16, 16, 32, 32, 64, 64)
-MESHES = ["one", "data_fsdp_tensor", *(toy.slow(name) for name in ("data", "data_tensor", "fsdp", "four"))]
+MESHES = [
+    "one",
+    "data_fsdp_tensor",
+    *(toy.slow(name) for name in ("data", "data_tensor", "fsdp", "four")),
+]
 rng = np.random.default_rng(0)
 MIX = rng.normal(size=(8, 8)).astype(np.float32)
 LENGTHS = rng.integers(1, 8, 256)
 ROWS = [
-    {"x": x, "y": x @ MIX, "n": np.int32(n)} for x, n in zip(rng.normal(size=(256, 8)).astype(np.float32), LENGTHS, strict=True)
+    {"x": x, "y": x @ MIX, "n": np.int32(n)}
+    for x, n in zip(rng.normal(size=(256, 8)).astype(np.float32), LENGTHS, strict=True)
 ]
-START = {"in": (rng.normal(size=(8, 16)) * 0.3).astype(np.float32), "out": (rng.normal(size=(16, 8)) * 0.3).astype(np.float32)}
+START = {
+    "in": (rng.normal(size=(8, 16)) * 0.3).astype(np.float32),
+    "out": (rng.normal(size=(16, 8)) * 0.3).astype(np.float32),
+}
 
 
 def contrastive(params, batch):
@@ -29,14 +37,18 @@ def contrastive(params, batch):
     both = jnp.tanh(batch["x"] @ params["in"]) @ params["out"], batch["y"]
     a, b = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in both)
     logits = 7.0 * a @ b.T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(a))).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, jnp.arange(len(a))
+    ).mean()
 
 
 def two_means(params, batch):
     """Return a mean over tokens plus a mean over rows."""
     y = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
     counts = jnp.arange(8) < batch["n"][:, None]
-    return jnp.sum(counts * (y - batch["x"]) ** 2) / jnp.sum(counts) + jnp.mean(jnp.sum(y, axis=-1) ** 2)
+    return jnp.sum(counts * (y - batch["x"]) ** 2) / jnp.sum(counts) + jnp.mean(
+        jnp.sum(y, axis=-1) ** 2
+    )
 
 
 class Normalized(nnx.Module):
@@ -64,21 +76,32 @@ def as_loss_fn(mean):
 
 def mesh_of(name):
     """Return a mesh; `four` has four devices on its data axis."""
-    return rampup.make_mesh(devices=jax.devices()[:4]) if name == "four" else toy.mesh_of(name)
+    return (
+        rampup.make_mesh(devices=jax.devices()[:4])
+        if name == "four"
+        else toy.mesh_of(name)
+    )
 
 
 def plan_of(mesh, **splitter):
     """Return a plan whose own batches are many microbatches."""
     d = mesh.shape["data"] * mesh.shape["fsdp"]
     rule = BatchSplitter(data_parallel_size=d, **splitter)
-    return RampPlan(ramp=BatchRamp.from_schedule(SCHEDULE), splitter=rule, num_devices=mesh.size, total_steps=len(SIZES))
+    return RampPlan(
+        ramp=BatchRamp.from_schedule(SCHEDULE),
+        splitter=rule,
+        num_devices=mesh.size,
+        total_steps=len(SIZES),
+    )
 
 
 def big_batches(mean, tx):
     """Return the losses and the last parameters of a plain loop over whole batches, on one device."""
     is_model = mean is normalized
     model = Normalized() if is_model else START
-    graph, params, rest = nnx.split(model, nnx.Param, ...) if is_model else (None, model, None)
+    graph, params, rest = (
+        nnx.split(model, nnx.Param, ...) if is_model else (None, model, None)
+    )
 
     @jax.jit
     def step(params, rest, opt_state, batch):
@@ -94,7 +117,9 @@ def big_batches(mean, tx):
 
     opt_state, used, losses = tx.init(params), 0, []
     for size in SIZES:
-        params, rest, opt_state, loss = step(params, rest, opt_state, toy.stacked(ROWS[used : used + size]))
+        params, rest, opt_state, loss = step(
+            params, rest, opt_state, toy.stacked(ROWS[used : used + size])
+        )
         used += size
         losses.append(float(loss))
     return losses, params
@@ -108,7 +133,9 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
     mesh, tx = mesh_of(name), optax.sgd(0.1, momentum=0.9)
     if mean is normalized:
         # Collectives over the axis of the replicas are over all rows already.
-        state, loss_fn = rampup.split_model(Normalized("data"), as_loss_fn(mean), tx, mesh)
+        state, loss_fn = rampup.split_model(
+            Normalized("data"), as_loss_fn(mean), tx, mesh
+        )
     else:
         state, loss_fn = rampup.create_state(START, tx, mesh), as_loss_fn(mean)
     plan = plan_of(mesh, microbatch_size=1)
@@ -116,7 +143,9 @@ def test_every_step_of_a_ramp_is_that_of_the_big_batch(name, mean):
     state, metrics = toy.history(step, state, step.batches(ROWS))
     losses, params = big_batches(mean, tx)
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, atol=2e-5)
-    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
+    for found, expected in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True
+    ):
         np.testing.assert_allclose(found, expected, atol=2e-5)
     assert step.num_compilations == 3
 
@@ -129,17 +158,31 @@ def test_a_resumed_run_is_the_same_to_the_bit():
     for stops in ((6,), (3, 6)):
         state = rampup.create_state(START, tx, mesh, **options)
         for stop in stops:
-            step = rampup.train_step(as_loss_fn(contrastive), tx, plan_of(mesh), mesh, whole_batch=True, **options)
-            state, metrics = toy.history(step, state, step.batches(ROWS, state.step, stop))
+            step = rampup.train_step(
+                as_loss_fn(contrastive),
+                tx,
+                plan_of(mesh),
+                mesh,
+                whole_batch=True,
+                **options,
+            )
+            state, metrics = toy.history(
+                step, state, step.batches(ROWS, state.step, stop)
+            )
         ends.append((jax.device_get(state.params), metrics[-1]["loss"]))
     jax.tree.map(np.testing.assert_array_equal, *ends)
-    np.testing.assert_allclose(ends[0][1], big_batches(contrastive, tx)[0][-1], atol=2e-5)
+    np.testing.assert_allclose(
+        ends[0][1], big_batches(contrastive, tx)[0][-1], atol=2e-5
+    )
 
 
 def test_accumulate_and_evaluation_see_the_whole_batch():
     """In a jitted step of one's own, and in an `EvalStep`: a batch of one microbatch, on all devices; others are refused."""
     mesh = toy.mesh_of("data_fsdp_tensor")
-    state, loss_fn = rampup.create_state(START, optax.sgd(0.1), mesh), as_loss_fn(two_means)
+    state, loss_fn = (
+        rampup.create_state(START, optax.sgd(0.1), mesh),
+        as_loss_fn(two_means),
+    )
     plan = plan_of(mesh, microbatch_size=2)
     batch = next(rampup.step_batches(ROWS, plan.with_whole_batches(), mesh))
     many = next(rampup.step_batches(ROWS, plan, mesh, chunk_size=4))
@@ -148,15 +191,21 @@ def test_accumulate_and_evaluation_see_the_whole_batch():
     @jax.jit
     def run(params, buffer, number):
         keys = jnp.zeros(buffer["n"].shape)
-        sums = rampup.accumulate(loss_fn, params, buffer, number, keys, mesh=mesh, whole_batch=True)
+        sums = rampup.accumulate(
+            loss_fn, params, buffer, number, keys, mesh=mesh, whole_batch=True
+        )
         return sums.loss / sums.weight, sums.mean_grads()
 
     found = run(state.params, batch.chunks[0], batch.num_microbatches)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, (value, grads))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, (value, grads)
+    )
     evaluate = rampup.EvalStep(loss_fn, mesh, whole_batch=True)
     loss, weight = evaluate(state, batch)
     np.testing.assert_allclose(loss / weight, value, atol=2e-5)
-    with pytest.raises(rampup.ConfigError, match="this one has room for 4; make its batches"):
+    with pytest.raises(
+        rampup.ConfigError, match="this one has room for 4; make its batches"
+    ):
         run(state.params, many.chunks[0], many.num_microbatches)
     with pytest.raises(rampup.DataError, match="but this one has 2; make it with"):
         evaluate(state, many)
@@ -167,31 +216,48 @@ def test_what_cannot_see_a_whole_batch_is_refused():
     mesh, tx, loss_fn = toy.mesh_of("data"), optax.sgd(0.1), as_loss_fn(contrastive)
     replicas = rampup.BatchAxes(replica=("data",), rows=("data", "fsdp"))
     cases = {
-        "needs gradient_accumulation_steps=1, not 2": {"plan": plan_of(mesh, gradient_accumulation_steps=2)},
+        "needs gradient_accumulation_steps=1, not 2": {
+            "plan": plan_of(mesh, gradient_accumulation_steps=2)
+        },
         "needs gradient_accumulation=fused": {"engine": "multi_steps"},
         "waits for the program of each batch size": {"wait_for_compilation": False},
         "a step has only one": {"measure_gradient_noise": True},
         r"give BatchAxes\(replica=\(\), rows=": {"batch_axes": replicas},
-        "sees the rows of one device": {"loss_fn": AccumulatedLoss(loss_fn, param_shardings={})},
+        "sees the rows of one device": {
+            "loss_fn": AccumulatedLoss(loss_fn, param_shardings={})
+        },
         "PipelinedLoss runs microbatches by itself": {
             "loss_fn": rampup.PipelinedLoss(first=loss_fn, stage=loss_fn, last=loss_fn)
         },
     }
     for words, changes in cases.items():
-        args = {"loss_fn": loss_fn, "tx": tx, "plan": plan_of(mesh), "mesh": mesh, "whole_batch": True} | changes
+        args = {
+            "loss_fn": loss_fn,
+            "tx": tx,
+            "plan": plan_of(mesh),
+            "mesh": mesh,
+            "whole_batch": True,
+        } | changes
         with pytest.raises(rampup.ConfigError, match=words):
             rampup.train_step(**args)
     plan = plan_of(mesh, microbatch_size=1)
     step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
     with pytest.raises(rampup.DataError, match="a step takes its own batches"):
-        step(rampup.create_state(START, tx, mesh), next(rampup.step_batches(ROWS, plan, mesh)))
+        step(
+            rampup.create_state(START, tx, mesh),
+            next(rampup.step_batches(ROWS, plan, mesh)),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh_name", ["data_fsdp_tensor", "data", "data_fsdp"])
 def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name):
     """A `jax.shard_map` over the axes of the replicas trains as on one device, with a warning, and reduces per microbatch."""
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=4, fsdp=2)) if mesh_name == "data_fsdp" else toy.mesh_of(mesh_name)
+    mesh = (
+        rampup.make_mesh(rampup.MeshAxes(data=4, fsdp=2))
+        if mesh_name == "data_fsdp"
+        else toy.mesh_of(mesh_name)
+    )
     plan, tx = plan_of(mesh, microbatch_size=1), optax.sgd(0.1)
 
     def loss_fn(params, batch, keys):
@@ -199,15 +265,30 @@ def test_a_loss_that_spreads_rows_over_the_replicas_itself_is_compiled(mesh_name
             error = jnp.tanh(x @ params["in"]) @ params["out"] - x
             return jax.lax.psum(jnp.sum(error**2), ("data", "fsdp"))
 
-        spread = jax.shard_map(kernel, mesh=mesh, in_specs=(P(), P(("data", "fsdp"))), out_specs=P(), check_vma=False)
+        spread = jax.shard_map(
+            kernel,
+            mesh=mesh,
+            in_specs=(P(), P(("data", "fsdp"))),
+            out_specs=P(),
+            check_vma=False,
+        )
         return spread(params, batch["x"]), batch["x"].size, {}
 
     step = rampup.train_step(loss_fn, tx, plan, mesh)
-    with pytest.warns(RuntimeWarning, match="partitions its rows over data too, and reduces gradients once per microbatch"):
-        state, metrics = toy.history(step, rampup.create_state(START, tx, mesh), step.batches(ROWS))
-    losses, params = big_batches(lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p["in"]) @ p["out"] - b["x"]) ** 2), tx)
+    with pytest.warns(
+        RuntimeWarning,
+        match="partitions its rows over data too, and reduces gradients once per microbatch",
+    ):
+        state, metrics = toy.history(
+            step, rampup.create_state(START, tx, mesh), step.batches(ROWS)
+        )
+    losses, params = big_batches(
+        lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p["in"]) @ p["out"] - b["x"]) ** 2), tx
+    )
     np.testing.assert_allclose([m["loss"] for m in metrics], losses, atol=2e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params
+    )
     assert not rampup.inspect(step, state, next(step.batches(ROWS))).reduces_once
 
 
@@ -223,9 +304,15 @@ def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
     mesh = toy.mesh_of("data")
 
     def kernel(params, x):
-        specs = {"in_specs": (P(), P("data")), "out_specs": P("data"), "check_vma": False}
+        specs = {
+            "in_specs": (P(), P("data")),
+            "out_specs": P("data"),
+            "check_vma": False,
+        }
         inner = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(lambda w, x: jnp.tanh(x @ w), mesh=inner if inner.shape else mesh, **specs)(params["w"], x)
+        return jax.shard_map(
+            lambda w, x: jnp.tanh(x @ w), mesh=inner if inner.shape else mesh, **specs
+        )(params["w"], x)
 
     def both(params, batch, keys):
         return jax.lax.pmean(jnp.sum(kernel(params, batch["x"])), "data"), len(keys), {}
@@ -237,8 +324,12 @@ def test_a_shard_map_beside_collectives_over_the_rows_is_refused():
     plan, tx = plan_of(mesh, microbatch_size=1), optax.sgd(1.0)
     step = rampup.train_step(alone, tx, plan, mesh, whole_batch=True)
     state, _ = step(rampup.create_state(params, tx, mesh), step.batch(rows))
-    expected = jax.grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(rows["x"] @ w), axis=1)))(params["w"])
-    np.testing.assert_allclose(params["w"] - np.asarray(state.params["w"]), expected, rtol=1e-5, atol=1e-6)
+    expected = jax.grad(lambda w: jnp.mean(jnp.sum(jnp.tanh(rows["x"] @ w), axis=1)))(
+        params["w"]
+    )
+    np.testing.assert_allclose(
+        params["w"] - np.asarray(state.params["w"]), expected, rtol=1e-5, atol=1e-6
+    )
     step = rampup.train_step(both, tx, plan, mesh, whole_batch=True)
     with pytest.raises(NameError, match="data"):
         step(rampup.create_state(params, tx, mesh), step.batch(rows))

@@ -23,21 +23,37 @@ from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.loop.checkpoint import write_checksums
 
 BASE = random_configs.BASE
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 ANYTHING = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    ),
     max_leaves=6,
 )
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(20_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "number", [200, pytest.param(20_000, marks=pytest.mark.faults)]
+)
 def test_random_config_is_planned_or_refused(number):
     """A plan agrees with the slow reference; an error names a key and offers legal values."""
     ends = collections.Counter()
 
     @given(random_configs.configs())
-    @example({"num_devices": 1, "per_device_batch_size_start": 1, "per_device_batch_size": 2, "batch_size_schedule": "auto"})
+    @example(
+        {
+            "num_devices": 1,
+            "per_device_batch_size_start": 1,
+            "per_device_batch_size": 2,
+            "batch_size_schedule": "auto",
+        }
+    )
     @settings(QUICK, max_examples=number, database=None)
     def check(changes):
         ends[random_configs.check(changes)] += 1
@@ -52,10 +68,30 @@ LINES = st.one_of(
     st.sampled_from((BASE).read_text().splitlines()),
     st.text(alphabet=string.printable, max_size=30),
     st.sampled_from(
-        ["- a", "? b", "&x [1, 2]", "*x", "<<: {a: 1}", "!!python/object:os.system x", "a: !!binary aGk=", "---", "%TAG ! x"]
+        [
+            "- a",
+            "? b",
+            "&x [1, 2]",
+            "*x",
+            "<<: {a: 1}",
+            "!!python/object:os.system x",
+            "a: !!binary aGk=",
+            "---",
+            "%TAG ! x",
+        ]
     ),
     st.sampled_from(
-        ["steps: 1e5", "steps: {a: 1}", "steps: [1", "steps: 'x", "steps: |", "  x", "\tsteps: 1", "steps: 1 # c", "a: b: c"]
+        [
+            "steps: 1e5",
+            "steps: {a: 1}",
+            "steps: [1",
+            "steps: 'x",
+            "steps: |",
+            "  x",
+            "\tsteps: 1",
+            "steps: 1 # c",
+            "a: b: c",
+        ]
     ),
 )
 
@@ -85,9 +121,13 @@ def run_folder(tmp_path_factory):
 @settings(QUICK, max_examples=25)
 def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
     """A record with any change is refused unless the change has no effect."""
-    record = json.loads((run_folder / "checkpoints" / "12" / "record" / "metadata").read_text())
+    record = json.loads(
+        (run_folder / "checkpoints" / "12" / "record" / "metadata").read_text()
+    )
     name = data.draw(st.sampled_from([*record, "more"]))
-    changed = data.draw(st.one_of(st.just(record | {name: data.draw(ANYTHING)}), ANYTHING))
+    changed = data.draw(
+        st.one_of(st.just(record | {name: data.draw(ANYTHING)}), ANYTHING)
+    )
     with tempfile.TemporaryDirectory() as copy:
         shutil.copytree(run_folder, copy, dirs_exist_ok=True)
         path = Path(copy) / "checkpoints" / "12" / "record" / "metadata"
@@ -99,10 +139,23 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
         except ResumeMismatchError:
             return
     # Of a run with one shape, changes of shape have no effect, but they must be readable. The schedule is only named in a note.
-    without_effect = ("shape_changes", "ramp_rows", "schedule_steps", "rows", "programs")
+    without_effect = (
+        "shape_changes",
+        "ramp_rows",
+        "schedule_steps",
+        "rows",
+        "programs",
+    )
     # Facts about rows that the run does not know, and those about its programs, are no error.
-    assert all(isinstance(changed.get(name, {}), dict) for name in ("shape_changes", "rows", "programs"))
-    assert all(changed.get(key) == value for key, value in record.items() if key not in without_effect)
+    assert all(
+        isinstance(changed.get(name, {}), dict)
+        for name in ("shape_changes", "rows", "programs")
+    )
+    assert all(
+        changed.get(key) == value
+        for key, value in record.items()
+        if key not in without_effect
+    )
     assert changed.get("ramp_rows", record["ramp_rows"]) == record["ramp_rows"]
 
 
@@ -111,7 +164,11 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
 def test_run_folder_is_inside_the_base_folder(name):
     """No run name leads out of base_output_directory."""
     with contextlib.suppress(ConfigError):
-        assert (Path("/base") / Config(run_name=name).run_name).resolve().is_relative_to("/base")
+        assert (
+            (Path("/base") / Config(run_name=name).run_name)
+            .resolve()
+            .is_relative_to("/base")
+        )
 
 
 def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
@@ -119,16 +176,47 @@ def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
     home, out, work = tmp_path / "home", tmp_path / "out", tmp_path / "work"
     for folder in (home, work):
         folder.mkdir()
-    small = {"steps": 2, "per_device_batch_size": 1, "dataset_type": "synthetic", "enable_rampup_batch_size": False}
+    small = {
+        "steps": 2,
+        "per_device_batch_size": 1,
+        "dataset_type": "synthetic",
+        "enable_rampup_batch_size": False,
+    }
     arguments = command_line(TINY_MODEL | small)
     secret = "hunter2-do-not-tell"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-    environment |= {"HOME": str(home), "API_TOKEN": secret, "AWS_SECRET_ACCESS_KEY": secret, "TMPDIR": str(work)}
-    command = [sys.executable, "-m", "rampup", "train", str(BASE), *arguments, f"base_output_directory={out}", "run_name=run"]
-    result = subprocess.run([*command, "--fake-devices", "1"], capture_output=True, text=True, env=environment, cwd=work)
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("JAX_")
+    }
+    environment |= {
+        "HOME": str(home),
+        "API_TOKEN": secret,
+        "AWS_SECRET_ACCESS_KEY": secret,
+        "TMPDIR": str(work),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "rampup",
+        "train",
+        str(BASE),
+        *arguments,
+        f"base_output_directory={out}",
+        "run_name=run",
+    ]
+    result = subprocess.run(
+        [*command, "--fake-devices", "1"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=work,
+    )
     assert result.returncode == 0, result.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     allowed = (out / "run", home / ".cache" / "rampup")
-    assert [path for path in written if not any(path.is_relative_to(folder) for folder in allowed)] == []
+    assert [
+        path
+        for path in written
+        if not any(path.is_relative_to(folder) for folder in allowed)
+    ] == []
     assert secret not in result.stdout + result.stderr
     assert [path for path in written if secret.encode() in path.read_bytes()] == []

@@ -14,8 +14,17 @@ from helpers.tiny import TINY_MODEL, command_line
 from rampup.cli import main
 from rampup.loop.run_folder import as_path, read_lines
 
-SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
-SETTINGS |= {"run_name": "run", "checkpoint_period": 500, "steps": 4000, "max_num_checkpoints_to_keep": 2}
+SETTINGS = TINY_MODEL | {
+    "per_device_batch_size": 1,
+    "enable_rampup_batch_size": False,
+    "dataset_type": "synthetic",
+}
+SETTINGS |= {
+    "run_name": "run",
+    "checkpoint_period": 500,
+    "steps": 4000,
+    "max_num_checkpoints_to_keep": 2,
+}
 # A run that is stopped by a signal, after as many steps as it has done until then.
 LONG = {"steps": 10_000_000, "learning_rate_schedule_steps": 10_000_000}
 
@@ -29,10 +38,24 @@ class Run:
         for process, log in enumerate(self.logs):
             keys = SETTINGS | {"base_output_directory": base} | settings
             if number > 1:
-                keys |= {"num_processes": number, "process_id": process, "coordinator_address": f"127.0.0.1:{port}"}
-            command = [sys.executable, "-m", "rampup", "train", "base.yml", *command_line(keys), "--fake-devices=1"]
+                keys |= {
+                    "num_processes": number,
+                    "process_id": process,
+                    "coordinator_address": f"127.0.0.1:{port}",
+                }
+            command = [
+                sys.executable,
+                "-m",
+                "rampup",
+                "train",
+                "base.yml",
+                *command_line(keys),
+                "--fake-devices=1",
+            ]
             with open(log, "a") as file:
-                self.processes.append(subprocess.Popen(command, stdout=file, stderr=file))
+                self.processes.append(
+                    subprocess.Popen(command, stdout=file, stderr=file)
+                )
 
     @property
     def printed(self):
@@ -42,7 +65,13 @@ class Run:
     @property
     def num_steps(self):
         """The newest step that was printed, which is one of 20; -1 before the first."""
-        return max(map(int, re.findall(r"^step (\d+)", self.printed.replace(",", ""), re.MULTILINE)), default=-1)
+        return max(
+            map(
+                int,
+                re.findall(r"^step (\d+)", self.printed.replace(",", ""), re.MULTILINE),
+            ),
+            default=-1,
+        )
 
     def wait_for(self, condition):
         """Wait until something is seen of a run that goes on."""
@@ -50,7 +79,9 @@ class Run:
 
     def end(self, code=0, *, seconds=200):
         """Wait for the end with an exit code, and assert that nothing of a library was printed."""
-        assert [process.wait(seconds) for process in self.processes] == [code] * len(self.processes), self.printed
+        assert [process.wait(seconds) for process in self.processes] == [code] * len(
+            self.processes
+        ), self.printed
         assert not re.search("Traceback|Exception ignored", self.printed), self.printed
 
     def stop(self):
@@ -61,13 +92,21 @@ class Run:
 
 def losses(base):
     """Return step and loss of every line of a run's metrics."""
-    return [(line["step"], line["loss"]) for line in read_lines(as_path(f"{base}/run/metrics.jsonl"))]
+    return [
+        (line["step"], line["loss"])
+        for line in read_lines(as_path(f"{base}/run/metrics.jsonl"))
+    ]
 
 
 def assert_losses_of_a_disk(tmp_path, **settings):
     """Assert that the run in the bucket has each step once, with the loss of a run on a disk; return their number."""
     found = losses("gs://bucket/runs")
-    Run(tmp_path, tmp_path, "local", **settings | {"steps": len(found), "checkpoint_period": len(found)}).end(seconds=900)
+    Run(
+        tmp_path,
+        tmp_path,
+        "local",
+        **settings | {"steps": len(found), "checkpoint_period": len(found)},
+    ).end(seconds=900)
     assert found == losses(tmp_path)
     return len(found)
 
@@ -82,7 +121,16 @@ def proxy(tmp_path):
 
 def checkpoint_of(tmp_path, step):
     """Return the file that is there when a checkpoint is complete."""
-    return tmp_path / "objects" / bucket.BUCKET / "runs" / "run" / "checkpoints" / str(step) / "commit_success.txt"
+    return (
+        tmp_path
+        / "objects"
+        / bucket.BUCKET
+        / "runs"
+        / "run"
+        / "checkpoints"
+        / str(step)
+        / "commit_success.txt"
+    )
 
 
 @pytest.mark.faults
@@ -101,7 +149,9 @@ def test_a_killed_run_in_a_bucket_that_was_away(tmp_path, proxy):
         assert proxy.num_failed > before
     run.end()
     assert other.processes[0].wait(150) in (0, 1, 2)
-    warnings = [line for line in other.printed.splitlines() if line.startswith("WARNING")]
+    warnings = [
+        line for line in other.printed.splitlines() if line.startswith("WARNING")
+    ]
     assert len(set(warnings)) == len(warnings) <= 2  # that there are no credentials
     assert "Traceback" not in other.printed
     assert assert_losses_of_a_disk(tmp_path) == SETTINGS["steps"]
@@ -131,7 +181,9 @@ def test_a_bucket_that_stays_away_ends_the_run(tmp_path, proxy):
     with proxy.failing(503):
         run.end(1, seconds=500)
     assert re.search(
-        r"^.*gs://bucket\S* (cannot be used|could not be written|cannot be written): .*$", run.printed, re.MULTILINE
+        r"^.*gs://bucket\S* (cannot be used|could not be written|cannot be written): .*$",
+        run.printed,
+        re.MULTILINE,
     )
     run = Run("gs://bucket/runs", tmp_path)
     run.end()
@@ -153,7 +205,9 @@ def test_two_processes_in_a_bucket_that_fails_in_every_way(tmp_path, proxy):
         run.wait_for(lambda before=before: run.num_steps >= before + 120)
     run.stop()
     run = Run("gs://bucket/runs", tmp_path, number=2, **keys)
-    run.wait_for(lambda: "resumed after step" in run.printed and "\nstep " in run.printed)
+    run.wait_for(
+        lambda: "resumed after step" in run.printed and "\nstep " in run.printed
+    )
     run.stop()
     for command, file in (("plot", "run.png"), ("report", "run.html")):
         assert main([command, "gs://bucket/runs/run", "-o", str(tmp_path / file)]) == 0

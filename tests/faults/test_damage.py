@@ -47,10 +47,17 @@ def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"])
+@pytest.mark.parametrize(
+    "harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"]
+)
 def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
     """Whatever happens to its largest file, the newest checkpoint is named and kept aside, and the run ends the same."""
-    harm(max(files_of(folder / "checkpoints" / "12"), key=lambda path: path.stat().st_size))
+    harm(
+        max(
+            files_of(folder / "checkpoints" / "12"),
+            key=lambda path: path.stat().st_size,
+        )
+    )
     (folder / "checkpoints" / "99").mkdir()
     events = []
     summary, _ = toy_run.run(folder, events=events)
@@ -61,7 +68,11 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, folder, harm):
     assert metrics_of(folder) == metrics_of(whole)
     assert events[0].moved_to == folder / DAMAGED_FOLDER / "12"
     assert (folder / DAMAGED_FOLDER / "12").is_dir()
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "4", "8"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "12",
+        "4",
+        "8",
+    ]
     assert damage(folder / "checkpoints" / "12") is None
 
 
@@ -77,11 +88,17 @@ def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
             shutil.rmtree(folder)
             if name.as_posix() not in ("commit_success.txt", "_CHECKPOINT_METADATA"):
                 assert problem is not None, name
-                assert name.as_posix() == CHECKSUMS_FILE or name.as_posix() in problem or CHECKSUMS_FILE in problem
+                assert (
+                    name.as_posix() == CHECKSUMS_FILE
+                    or name.as_posix() in problem
+                    or CHECKSUMS_FILE in problem
+                )
 
 
 @pytest.mark.parametrize("name", ["commit_success.txt", "_CHECKPOINT_METADATA"])
-@pytest.mark.parametrize("harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"])
+@pytest.mark.parametrize(
+    "harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"]
+)
 def test_what_holds_no_state_does_no_harm(whole, folder, name, harm):
     """Damage to what is not part of the state changes nothing, and ends in no traceback."""
     if not (folder / "checkpoints" / "12" / name).exists():
@@ -92,7 +109,10 @@ def test_what_holds_no_state_does_no_harm(whole, folder, name, harm):
     assert metrics_of(folder) == metrics_of(whole)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"a": 1}', '{"a": [1]}', "[" * 100_000, b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", "null", '{"a": 1}', '{"a": [1]}', "[" * 100_000, b"\xff\xfe"],
+)
 def test_broken_checksums_are_damage(folder, content):
     """Whatever stands in the file of checksums, there is an answer and no other exception; and a file too many is noticed."""
     (folder / "checkpoints" / "12" / "state" / "more").write_text("x")
@@ -105,9 +125,16 @@ def test_broken_checksums_are_damage(folder, content):
 def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, folder):
     """With no checkpoint left that is whole, each is named with what is wrong, and everything stays where it is."""
     for step in (4, 8, 12):
-        cut(max(files_of(folder / "checkpoints" / str(step)), key=lambda path: path.stat().st_size))
+        cut(
+            max(
+                files_of(folder / "checkpoints" / str(step)),
+                key=lambda path: path.stat().st_size,
+            )
+        )
     before = sorted(path for path in folder.rglob("*"))
-    with pytest.raises(ResumeMismatchError, match="every checkpoint is damaged, and none is deleted") as caught:
+    with pytest.raises(
+        ResumeMismatchError, match="every checkpoint is damaged, and none is deleted"
+    ) as caught:
         toy_run.run(folder)
     assert all(f"checkpoints/{step}: " in str(caught.value) for step in (4, 8, 12))
     assert sorted(path for path in folder.rglob("*")) == before
@@ -116,7 +143,12 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, folder):
 
 def test_a_refused_record_moves_nothing(folder):
     """A run that the checkpoint before does not belong to leaves the damaged one where it is."""
-    cut(max(files_of(folder / "checkpoints" / "12"), key=lambda path: path.stat().st_size))
+    cut(
+        max(
+            files_of(folder / "checkpoints" / "12"),
+            key=lambda path: path.stat().st_size,
+        )
+    )
     with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint"):
         toy_run.run(folder, identity={"who": "else"})
     assert (folder / "checkpoints" / "12").is_dir()
@@ -144,24 +176,39 @@ def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, full_disk):
     with pytest.raises(StorageError) as caught:
         toy_run.run(tmp_path)
     reason = f"No space left on device in {at}; the newest is {at / '4'}"
-    assert str(caught.value) == f"the checkpoint of step 8 could not be written: {reason}"
+    assert (
+        str(caught.value) == f"the checkpoint of step 8 could not be written: {reason}"
+    )
     full_disk.clear()
     assert toy_run.run(tmp_path)[0].resumed_from == 4
 
 
-@pytest.mark.parametrize(("steps", "most", "left", "waits"), [({4, 8}, None, "12", True), ({8, 12}, 1, "4", False)])
-def test_or_the_run_goes_on_without_it(whole, tmp_path, full_disk, steps, most, left, waits):
+@pytest.mark.parametrize(
+    ("steps", "most", "left", "waits"),
+    [({4, 8}, None, "12", True), ({8, 12}, 1, "4", False)],
+)
+def test_or_the_run_goes_on_without_it(
+    whole, tmp_path, full_disk, steps, most, left, waits
+):
     """With `continue` the run says so, keeps what is there, also the only one, writes the next one and ends the same.
 
     What fails at once, without a background write, is not reported as saved.
     """
     full_disk |= steps
     events = []
-    options = {"on_checkpoint_error": "continue", "max_to_keep": most, "async_checkpointing": not waits}
+    options = {
+        "on_checkpoint_error": "continue",
+        "max_to_keep": most,
+        "async_checkpointing": not waits,
+    }
     summary, _ = toy_run.run(tmp_path, events=events, **options)
-    assert not waits or [event.steps for event in events if isinstance(event, CheckpointSaved)] == [int(left)]
+    assert not waits or [
+        event.steps for event in events if isinstance(event, CheckpointSaved)
+    ] == [int(left)]
     problems = [event.problem for event in events if isinstance(event, StorageFailed)]
-    assert ["there is no other" in problem for problem in problems] == [left == "12"] * 2
+    assert ["there is no other" in problem for problem in problems] == [
+        left == "12"
+    ] * 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [left]
     assert damage(tmp_path / "checkpoints" / left) is None
     assert summary.steps == 12

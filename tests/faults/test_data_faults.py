@@ -53,7 +53,9 @@ def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
     """The source's own exception in a reading thread becomes an error with file and row; all steps before are checkpointed."""
     plan = toy_run.parts()[1]
     bad = plan.rows(7)[3]
-    with pytest.raises(DataError, match=rf"shard {bad // 100} row {bad} cannot be read: OSError\(5"):
+    with pytest.raises(
+        DataError, match=rf"shard {bad // 100} row {bad} cannot be read: OSError\(5"
+    ):
         toy_run.run(tmp_path, source=Rows(bad, OSError(5, "Input/output error")))
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(7))
     summary, state = toy_run.run(tmp_path, source=Rows())
@@ -72,7 +74,11 @@ def test_a_source_that_gives_another_number_of_rows_is_refused(given):
 
     (mesh, plan, _), source = toy_run.parts(), Rows()
     source.read = read
-    words = "cannot be read together: MemoryError" if given is None else "16 rows were requested, from shard 0 row 0 on"
+    words = (
+        "cannot be read together: MemoryError"
+        if given is None
+        else "16 rows were requested, from shard 0 row 0 on"
+    )
     with pytest.raises(DataError, match=words):
         next(step_batches(source, plan, mesh))
 
@@ -100,13 +106,19 @@ def test_the_end_of_the_data_in_mid_step():
     """With num_epoch the data must suffice for whole steps, one row less is refused before any work, with what is enough."""
     mesh, plan, _ = toy_run.parts()
     needed = plan.consumed_samples
-    assert len(list(step_batches(range(needed), plan, mesh, num_epochs=1))) == toy_run.STEPS
+    assert (
+        len(list(step_batches(range(needed), plan, mesh, num_epochs=1)))
+        == toy_run.STEPS
+    )
     for number, epochs in ((needed - 1, 2), (100, 4)):
         words = f"consumes {needed} samples, but num_epoch=1 of {number} rows are {number}; set num_epoch={epochs} or -1"
         with pytest.raises(DataError, match=words) as caught:
             next(step_batches(range(number), plan, mesh, num_epochs=1))
         assert (caught.value.key, caught.value.nearest) == ("num_epoch", (epochs, -1))
-        assert len(list(step_batches(range(number), plan, mesh, num_epochs=epochs))) == toy_run.STEPS
+        assert (
+            len(list(step_batches(range(number), plan, mesh, num_epochs=epochs)))
+            == toy_run.STEPS
+        )
     with pytest.raises(DataError, match="no rows"):
         next(step_batches([], plan, mesh))
     with pytest.raises(DataError, match="enable_data_shuffling=false"):
@@ -124,11 +136,23 @@ def overwrite(path, start, new):
 BEFORE = r"1\.bin: 8000 bytes, SHA-256 (\w+) in the checkpoint, "
 ON_RESUME = {
     "missing": (lambda at: (at / "1.bin").unlink(), BEFORE + "no such file here"),
-    "cut": (lambda at: os.truncate(at / "1.bin", 4000), BEFORE + r"4000 bytes, SHA-256 \w+ here"),
-    "changed": (lambda at: overwrite(at / "1.bin", 4000, b"\xff"), BEFORE + r"8000 bytes, SHA-256 (?!\1)\w+ here"),
-    "more": (lambda at: np.arange(100, dtype="<u2").tofile(at / "3.bin"), r"3\.bin: no such file in the checkpoint, 200 bytes"),
+    "cut": (
+        lambda at: os.truncate(at / "1.bin", 4000),
+        BEFORE + r"4000 bytes, SHA-256 \w+ here",
+    ),
+    "changed": (
+        lambda at: overwrite(at / "1.bin", 4000, b"\xff"),
+        BEFORE + r"8000 bytes, SHA-256 (?!\1)\w+ here",
+    ),
+    "more": (
+        lambda at: np.arange(100, dtype="<u2").tofile(at / "3.bin"),
+        r"3\.bin: no such file in the checkpoint, 200 bytes",
+    ),
     # The pattern does not count a folder.
-    "folder": (lambda at: ((at / "1.bin").unlink(), (at / "1.bin").mkdir()), BEFORE + "no such file here"),
+    "folder": (
+        lambda at: ((at / "1.bin").unlink(), (at / "1.bin").mkdir()),
+        BEFORE + "no such file here",
+    ),
 }
 
 
@@ -137,7 +161,9 @@ def test_a_run_knows_what_its_data_are(tokens):
     paths = {"dataset_type": "tokens", "grain_train_files": str(tokens / "*")}
     config = Config(steps=6, per_device_batch_size=2, **TINY_MODEL | paths)
     known = fingerprints([str(path) for path in sorted(tokens.iterdir())])
-    assert lm.Run.from_config(config, build_plan(config, jax.device_count())).data == known
+    assert (
+        lm.Run.from_config(config, build_plan(config, jax.device_count())).data == known
+    )
 
 
 @pytest.mark.parametrize(("harm", "words"), ON_RESUME.values(), ids=ON_RESUME)
@@ -159,7 +185,10 @@ def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
     rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
     os.truncate(tokens / "0.bin", 4000)
     assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
-    with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated"):
+    with pytest.raises(
+        DataError,
+        match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated",
+    ):
         rows.read(np.array([100, 200]))
 
 

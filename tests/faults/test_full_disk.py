@@ -30,7 +30,9 @@ def small_disk(tmp_path):
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)]
     try:
-        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        mounted = (
+            subprocess.run(command, capture_output=True, check=False).returncode == 0
+        )
     except FileNotFoundError:
         mounted = False
     if not mounted:
@@ -43,7 +45,10 @@ def small_disk(tmp_path):
 
 def fill(folder):
     """Write until nothing more fits."""
-    with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        open(folder / "filler", "wb", buffering=0) as file,
+    ):
         while True:
             file.write(bytes(512))
 
@@ -52,7 +57,13 @@ class Filler:
     """A list of events that fills the disk at one step, but for some bytes, and frees it at another."""
 
     def __init__(self, folder, full_at, free_at=None, left=0):
-        self.folder, self.full_at, self.free_at, self.left, self.problems = folder, full_at, free_at, left, []
+        self.folder, self.full_at, self.free_at, self.left, self.problems = (
+            folder,
+            full_at,
+            free_at,
+            left,
+            [],
+        )
 
     def append(self, event):
         """Take an event."""
@@ -61,10 +72,16 @@ class Filler:
         if isinstance(event, StepDone) and event.step == self.full_at:
             # An asynchronous checkpoint may still be on its way; it is the one to which the run goes back.
             deadline = time.monotonic() + 60
-            while damage(self.folder / "checkpoints" / str(self.full_at)) is not None and time.monotonic() < deadline:
+            while (
+                damage(self.folder / "checkpoints" / str(self.full_at)) is not None
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             fill(self.folder)
-            os.truncate(self.folder / "filler", (self.folder / "filler").stat().st_size - self.left)
+            os.truncate(
+                self.folder / "filler",
+                (self.folder / "filler").stat().st_size - self.left,
+            )
         if isinstance(event, StepDone) and event.step == self.free_at:
             (self.folder / "filler").unlink()
 
@@ -91,7 +108,12 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
 def test_the_run_goes_on_as_configured(small_disk, whole):
     """With `continue` it says so, trains on, and writes metrics and checkpoints again as soon as there is room."""
     events = Filler(small_disk, 4, 8)
-    summary, _ = toy_run.run(small_disk, events=events, on_checkpoint_error="continue", async_checkpointing=False)
+    summary, _ = toy_run.run(
+        small_disk,
+        events=events,
+        on_checkpoint_error="continue",
+        async_checkpointing=False,
+    )
     assert events.problems
     assert summary.steps == 12
     assert damage(small_disk / "checkpoints" / "4") is None
@@ -100,21 +122,37 @@ def test_the_run_goes_on_as_configured(small_disk, whole):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_checkpoint_without_room_is_refused_before_it_is_begun(small_disk, capfd, caplog, asynchronous):
+def test_a_checkpoint_without_room_is_refused_before_it_is_begun(
+    small_disk, capfd, caplog, asynchronous
+):
     """The error has both sizes and is all there is: no thread is left, nothing is logged, and no hook is changed."""
-    before, hooks = set(threading.enumerate()), (sys.excepthook, sys.unraisablehook, threading.excepthook)
+    before, hooks = (
+        set(threading.enumerate()),
+        (sys.excepthook, sys.unraisablehook, threading.excepthook),
+    )
     caplog.set_level(logging.WARNING, logger="absl")
-    with pytest.raises(StorageError, match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is "):
-        toy_run.run(small_disk, events=Filler(small_disk, 4, left=40_960), async_checkpointing=asynchronous)
+    with pytest.raises(
+        StorageError,
+        match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is ",
+    ):
+        toy_run.run(
+            small_disk,
+            events=Filler(small_disk, 4, left=40_960),
+            async_checkpointing=asynchronous,
+        )
     assert damage(small_disk / "checkpoints" / "4") is None
     assert (capfd.readouterr().err, caplog.records) == ("", [])
-    assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []
+    assert [
+        thread for thread in set(threading.enumerate()) - before if not thread.daemon
+    ] == []
     assert (sys.excepthook, sys.unraisablehook, threading.excepthook) == hooks
 
 
 def test_lines_of_evaluations_wait_for_room(small_disk):
     """A flush writes them too."""
-    metrics = Metrics(small_disk, 0, options=MetricOptions(), components=(), on_event=ignore_event)
+    metrics = Metrics(
+        small_disk, 0, options=MetricOptions(), components=(), on_event=ignore_event
+    )
     fill(small_disk)
     lines = [{"step": step, "eval_loss": 0.5} for step in range(400)]
     for line in lines:
@@ -137,7 +175,9 @@ def test_a_full_disk_loses_no_line(small_disk):
     log = StepLog(path, keep_below=900)
     for step in range(900, 1800):
         log.write({"step": step})
-    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
+    with pytest.raises(
+        StorageError, match=r"metrics\.jsonl cannot be written: No space left"
+    ):
         log.sync()
     assert [line["step"] for line in read_lines(path)][:900] == list(range(900))
     (small_disk / "filler").unlink()
@@ -148,12 +188,16 @@ def test_a_full_disk_loses_no_line(small_disk):
     log.close()
     with open(path, "r+b") as file:
         file.write(b"x")
-    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
+    with pytest.raises(
+        StorageError, match=r"metrics\.jsonl cannot be written: No space left"
+    ):
         StepLog(path, keep_below=800)
     assert [line["step"] for line in read_lines(path)][:899] == list(range(1, 900))
 
 
-@pytest.mark.parametrize("error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])])
+@pytest.mark.parametrize(
+    "error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])]
+)
 def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
     """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
     monkeypatch.setattr(lm, "train", mock.Mock(side_effect=error))

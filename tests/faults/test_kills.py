@@ -33,7 +33,11 @@ def assert_same_run(folder, whole, steps):
     """Assert that two finished runs are the same, bit for bit."""
     names = runs.assert_same_run(folder, whole, steps, files=["metrics.jsonl"])
     # SGD has no state.
-    assert {"params", "step"} <= {name.split("'")[1] for name in names} <= {"params", "opt_state", "step"}
+    assert (
+        {"params", "step"}
+        <= {name.split("'")[1] for name in names}
+        <= {"params", "opt_state", "step"}
+    )
     assert [line["step"] for line in metrics_of(folder)] == list(range(steps))
     assert rows_of(folder) == rows_of(whole)
 
@@ -46,7 +50,9 @@ class Campaign:
     def __init__(self, base, *, steps, pause, seed):
         self.base, self.steps, self.pause = base, steps, pause
         self.random = random.Random(seed)
-        self.done = Counter()  # in which way -> the kills of a process that had been seen training
+        self.done = (
+            Counter()
+        )  # in which way -> the kills of a process that had been seen training
 
     def settings(self, name):
         """Return the settings of a run, through eight phases."""
@@ -56,7 +62,14 @@ class Campaign:
     def start(self, name):
         """Start a run, or go on with it."""
         folder = self.base / name
-        return processes.start(victim.run, self.settings(name), folder, self.pause, 2, log=folder / victim.LOG_FILE)
+        return processes.start(
+            victim.run,
+            self.settings(name),
+            folder,
+            self.pause,
+            2,
+            log=folder / victim.LOG_FILE,
+        )
 
     def check(self, name):
         """Assert that a finished run is the one that was never killed, bit for bit."""
@@ -77,14 +90,18 @@ class Campaign:
         """Run to the end."""
         process = self.start(name)
         process.join(DEADLINE)
-        assert process.exitcode == 0, (self.base / name / victim.LOG_FILE).read_text()[-3000:]
+        assert process.exitcode == 0, (self.base / name / victim.LOG_FILE).read_text()[
+            -3000:
+        ]
 
     def wait_for(self, condition, process, folder):
         """Wait until something is seen; False if the process ended before."""
         deadline = time.monotonic() + DEADLINE
         while not condition():
             if not process.is_alive():
-                assert process.exitcode == 0, (folder / victim.LOG_FILE).read_text()[-3000:]
+                assert process.exitcode == 0, (folder / victim.LOG_FILE).read_text()[
+                    -3000:
+                ]
                 return False
             assert time.monotonic() < deadline, "a run hangs"
             time.sleep(0.001)
@@ -93,10 +110,15 @@ class Campaign:
     def strike(self, name, kind):
         """Start a run, kill it once it is seen training, and count in which way; False if it ended before."""
         folder = self.base / name
-        seen, left = folder / self.seen_in, unfinished(folder)  # what earlier deaths left
+        seen, left = (
+            folder / self.seen_in,
+            unfinished(folder),
+        )  # what earlier deaths left
         before = seen.stat().st_size if seen.exists() else 0
         process = self.start(name)
-        alive = self.wait_for(lambda: seen.exists() and seen.stat().st_size > before, process, folder)
+        alive = self.wait_for(
+            lambda: seen.exists() and seen.stat().st_size > before, process, folder
+        )
         if alive and kind == "SIGKILL in a checkpoint write":
             alive = self.wait_for(lambda: unfinished(folder) - left, process, folder)
             time.sleep(self.random.random() * 0.02)
@@ -112,9 +134,15 @@ class Campaign:
         process.join(DEADLINE)
         assert process.exitcode is not None, "a run did not end"
         if kind in ("SIGTERM", "SIGINT"):
-            assert process.exitcode in (130, 0), (folder / victim.LOG_FILE).read_text()[-3000:]
+            assert process.exitcode in (130, 0), (folder / victim.LOG_FILE).read_text()[
+                -3000:
+            ]
         elif kind != "SIGTERM, then SIGKILL":
-            kind = "SIGKILL in a checkpoint write" if unfinished(folder) - left else "SIGKILL"
+            kind = (
+                "SIGKILL in a checkpoint write"
+                if unfinished(folder) - left
+                else "SIGKILL"
+            )
         self.done[kind] += 1
         return True
 
@@ -124,8 +152,21 @@ class AutoCampaign(Campaign):
 
     def settings(self, name):
         """Return the settings of a run whose batch grows by measurement."""
-        own = {"per_device_batch_size": 8, "train_samples": 1900, "batch_scaling": "complete", "opt_type": "adamw"}
-        return AUTO | {"enable_rampup_batch_size": False, "base_output_directory": str(self.base), "run_name": name} | own
+        own = {
+            "per_device_batch_size": 8,
+            "train_samples": 1900,
+            "batch_scaling": "complete",
+            "opt_type": "adamw",
+        }
+        return (
+            AUTO
+            | {
+                "enable_rampup_batch_size": False,
+                "base_output_directory": str(self.base),
+                "run_name": name,
+            }
+            | own
+        )
 
 
 def unfinished(folder):
@@ -155,13 +196,24 @@ def test_a_hundred_kills(tmp_path, record_property):
     campaign = Campaign(tmp_path, steps=600, pause=0.03, seed=0)
     campaign.finish("whole")
     assert {line["phase"] for line in metrics_of(tmp_path / "whole")} == set(range(8))
-    kinds = ["SIGKILL"] * 9 + ["SIGKILL in a checkpoint write"] * 5 + ["SIGTERM"] * 3 + ["SIGINT", "SIGTERM, then SIGKILL"]
+    kinds = (
+        ["SIGKILL"] * 9
+        + ["SIGKILL in a checkpoint write"] * 5
+        + ["SIGTERM"] * 3
+        + ["SIGINT", "SIGTERM, then SIGKILL"]
+    )
     print(campaign.strike_until(100, kinds), "runs", campaign.done)
     assert campaign.done["SIGKILL in a checkpoint write"] >= 10
     record_property("kills", json.dumps(campaign.done))
 
 
-@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(100, marks=pytest.mark.faults),
+    ],
+)
 def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
     """Kills change no decision and no bit; short runs are killed before, at and after all of their decisions."""
     campaign = AutoCampaign(tmp_path, steps=0, pause=0.02, seed=2)
@@ -192,13 +244,17 @@ def run_rollouts(settings):
 
     ctrl_c_stops.set(True)
     # One response of a new model in eight is right, so that most groups have no spread and some have.
-    Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 8 == 0) for text in responses]
+    Arithmetic.reward = lambda task, prompts, responses: [
+        float(sum(map(ord, text)) % 8 == 0) for text in responses
+    ]
 
     def pause(event):
         if isinstance(event, StepDone):
             time.sleep(0.02)
 
-    return 130 if train(RolloutConfig(**RL_SETTINGS | settings), pause).interrupted else 0
+    return (
+        130 if train(RolloutConfig(**RL_SETTINGS | settings), pause).interrupted else 0
+    )
 
 
 class RolloutCampaign(Campaign):
@@ -208,15 +264,28 @@ class RolloutCampaign(Campaign):
 
     def start(self, name):
         """Start a run, or go on with it."""
-        return processes.start(run_rollouts, self.common | {"run_name": name}, log=self.base / name / victim.LOG_FILE)
+        return processes.start(
+            run_rollouts,
+            self.common | {"run_name": name},
+            log=self.base / name / victim.LOG_FILE,
+        )
 
     def check(self, name):
         """Assert that a finished run is the one that was never killed, bit for bit."""
         runs.assert_same_run(self.base / name, self.base / "whole", self.steps)
 
 
-TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
-SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
+TOKENS = {
+    "token_batch_size": 64,
+    "mini_batch_size": -1,
+    "max_prompt_length": 4,
+    "max_response_length": 3,
+}
+SIZES = [
+    {"zero_spread_groups": "refill"},
+    {"zero_spread_groups": "drop"},
+    TOKENS | {"partial_step": "carry"},
+]
 ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}]
 
 
@@ -228,13 +297,19 @@ ALL_SIZES = [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}
     ],
     ids=str,
 )
-def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(kills, rollouts, sizes, tmp_path):
+def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(
+    kills, rollouts, sizes, tmp_path
+):
     """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
     # Two passes over two mini batches or one, of the critic and of the policy.
     steps = rollouts * (4 if sizes.get("mini_batch_size") == -1 else 8)
     # A pause that reaches over a random number of the next eight updates.
     campaign = RolloutCampaign(tmp_path, steps=steps, pause=0.05, seed=0)
-    campaign.common = {"base_output_directory": str(tmp_path), "num_batches": rollouts, **sizes}
+    campaign.common = {
+        "base_output_directory": str(tmp_path),
+        "num_batches": rollouts,
+        **sizes,
+    }
     campaign.finish("whole")
     campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
 
@@ -242,8 +317,14 @@ def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(kills, rollouts, size
 def sizes_of(folder):
     """Return the size of each file of metrics, and number and size of all others."""
     sizes = {path: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    metrics = {path.name: size for path, size in sizes.items() if path.suffix == ".jsonl"}
-    return {"metrics": metrics, "others": len(sizes) - len(metrics), "bytes": sum(sizes.values()) - sum(metrics.values())}
+    metrics = {
+        path.name: size for path, size in sizes.items() if path.suffix == ".jsonl"
+    }
+    return {
+        "metrics": metrics,
+        "others": len(sizes) - len(metrics),
+        "bytes": sum(sizes.values()) - sum(metrics.values()),
+    }
 
 
 def soak(folder, steps, every, found):
@@ -257,22 +338,40 @@ def soak(folder, steps, every, found):
 
     def look(event):
         if isinstance(event, StepDone) and (event.step + 1) % every == 0:
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident = int(
+                Path("/proc/self/statm").read_text().split()[1]
+            ) * os.sysconf("SC_PAGE_SIZE")
             samples.append([event.step + 1, resident, time.process_time()])
-        if isinstance(event, RunStopped) or (isinstance(event, Evaluated) and event.step + 1 == steps // 2):
+        if isinstance(event, RunStopped) or (
+            isinstance(event, Evaluated) and event.step + 1 == steps // 2
+        ):
             files.append(sizes_of(folder / "run"))
 
-    own = {"checkpoint_period": steps // 40, "eval_interval": steps // 20, "eval_steps": 2, "per_device_batch_size": 8}
-    where = {"base_output_directory": str(folder), "run_name": "run", "steps": steps, "global_rampup_samples": 2 * steps}
+    own = {
+        "checkpoint_period": steps // 40,
+        "eval_interval": steps // 20,
+        "eval_steps": 2,
+        "per_device_batch_size": 8,
+    }
+    where = {
+        "base_output_directory": str(folder),
+        "run_name": "run",
+        "steps": steps,
+        "global_rampup_samples": 2 * steps,
+    }
     summary = train(Config(**(victim.SETTINGS | own | where)), look)
-    found.write_text(json.dumps({"steps": summary.steps, "samples": samples, "files": files}))
+    found.write_text(
+        json.dumps({"steps": summary.steps, "samples": samples, "files": files})
+    )
 
 
 @pytest.mark.faults
 def test_long_runs_do_not_grow(tmp_path):
     """Over 20,000 steps, memory grows by less than 8 MiB, steps stay as fast as they were, and only metrics grow."""
     steps = 20_000
-    processes.run_all(soak, [(tmp_path, steps, 250, tmp_path / "found")], tmp_path, 3600)
+    processes.run_all(
+        soak, [(tmp_path, steps, 250, tmp_path / "found")], tmp_path, 3600
+    )
     found = json.loads((tmp_path / "found").read_text())
     assert found["steps"] == steps
     step, memory, processor = np.array(found["samples"], float).T
@@ -280,9 +379,13 @@ def test_long_runs_do_not_grow(tmp_path):
     growth = np.polyfit(step[later], memory[later], 1)[0] * steps
     per_step = np.diff(processor) / np.diff(step)
     quarter = len(per_step) // 4
-    slower = np.median(per_step[-quarter:]) / np.median(per_step[-2 * quarter : -quarter])
+    slower = np.median(per_step[-quarter:]) / np.median(
+        per_step[-2 * quarter : -quarter]
+    )
     halfway, end = found["files"]
-    print(f"{memory[later][0] / 2**20:.1f} to {memory[-1] / 2**20:.1f} MiB, {slower:.3f} times slower")
+    print(
+        f"{memory[later][0] / 2**20:.1f} to {memory[-1] / 2**20:.1f} MiB, {slower:.3f} times slower"
+    )
     assert growth < 8 * 2**20, f"memory grows by {growth / 2**20:.1f} MiB"
     assert slower < 1.25, f"steps become {slower:.2f} times slower"
     assert set(end["metrics"]) == {"metrics.jsonl", "eval.jsonl"}

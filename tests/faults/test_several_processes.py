@@ -20,8 +20,17 @@ from helpers.tiny import TINY_MODEL, command_line
 from rampup.loop.checkpoint import Checkpoints
 from rampup.loop.distributed import join
 
-SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
-SETTINGS |= {"run_name": "run", "checkpoint_period": 4, "steps": 400, "jax_cache_dir": None}
+SETTINGS = TINY_MODEL | {
+    "per_device_batch_size": 1,
+    "enable_rampup_batch_size": False,
+    "dataset_type": "synthetic",
+}
+SETTINGS |= {
+    "run_name": "run",
+    "checkpoint_period": 4,
+    "steps": 400,
+    "jax_cache_dir": None,
+}
 
 
 def see_late(seconds):
@@ -37,15 +46,25 @@ def see_late(seconds):
 
     def late(function):
         def call(path, *arguments, **options):
-            if isinstance(path, str | os.PathLike) and is_hidden(path) and "w" not in "".join(map(str, arguments)):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+            if (
+                isinstance(path, str | os.PathLike)
+                and is_hidden(path)
+                and "w" not in "".join(map(str, arguments))
+            ):
+                raise FileNotFoundError(
+                    errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path)
+                )
             return function(path, *arguments, **options)
 
         return call
 
     os.stat, io.open = late(stat), late(opened)
-    os.listdir = lambda path=".": [name for name in listdir(path) if not is_hidden(os.path.join(path, name))]
-    os.scandir = lambda path=".": contextlib.nullcontext(e for e in scandir(path) if not is_hidden(e.path))
+    os.listdir = lambda path=".": [
+        name for name in listdir(path) if not is_hidden(os.path.join(path, name))
+    ]
+    os.scandir = lambda path=".": contextlib.nullcontext(
+        e for e in scandir(path) if not is_hidden(e.path)
+    )
 
 
 def command(number, port, folder, settings, most_bytes, late):
@@ -60,18 +79,32 @@ def command(number, port, folder, settings, most_bytes, late):
     elif not late:
         lock._VISIBLE_SECONDS = 2.0
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
-    words = command_line(settings | {"num_processes": 2, "process_id": number, "coordinator_address": f"localhost:{port}"})
+    words = command_line(
+        settings
+        | {
+            "num_processes": 2,
+            "process_id": number,
+            "coordinator_address": f"localhost:{port}",
+        }
+    )
     return main(["train", "base.yml", *words])
 
 
-def end_of_both(folders, tmp_path, limits=(resource.RLIM_INFINITY,) * 2, late=0, **settings):
+def end_of_both(
+    folders, tmp_path, limits=(resource.RLIM_INFINITY,) * 2, late=0, **settings
+):
     """Run two processes in folders of their own until they end; return exit codes and outputs."""
     port = processes.free_port()
     logs = [tmp_path / f"{number}.log" for number in range(2)]
     for log in logs:
         log.unlink(missing_ok=True)
     settings = SETTINGS | settings
-    started = [processes.start(command, n, port, str(folders[n]), settings, limits[n], late, log=logs[n]) for n in range(2)]
+    started = [
+        processes.start(
+            command, n, port, str(folders[n]), settings, limits[n], late, log=logs[n]
+        )
+        for n in range(2)
+    ]
     for process in started:
         process.join(200)
         assert process.exitcode is not None, "a process hangs"
@@ -88,7 +121,10 @@ def test_folders_that_are_not_shared_are_named_before_anything_is_trained(tmp_pa
         codes, printed = end_of_both(folders, tmp_path, base_output_directory="out")
         assert codes == [2, 2], printed
         for output in printed:
-            assert re.search(r"process 1 on \S+ does not see the folder out/run of process 0 on \S+: it must be on", output)
+            assert re.search(
+                r"process 1 on \S+ does not see the folder out/run of process 0 on \S+: it must be on",
+                output,
+            )
             assert "Traceback" not in output
             assert "damaged" not in output
     assert not (folders[0] / "out/run/metrics.jsonl").exists()
@@ -100,9 +136,16 @@ def save_with_limits(number, port, folder, path):
     join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    w = [jax.make_array_from_callback((10_000,), sharding, lambda index: np.arange(10_000.0)[index]) for _ in range(9)]
+    w = [
+        jax.make_array_from_callback(
+            (10_000,), sharding, lambda index: np.arange(10_000.0)[index]
+        )
+        for _ in range(9)
+    ]
     errors = []
-    with Checkpoints(folder / "checkpoints", on_error=lambda error: errors.append(str(error))) as checkpoints:
+    with Checkpoints(
+        folder / "checkpoints", on_error=lambda error: errors.append(str(error))
+    ) as checkpoints:
         for step, limited in enumerate([None, 0, 1, None], start=1):
             most = 4096 if limited == number else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
@@ -114,26 +157,50 @@ def save_with_limits(number, port, folder, path):
 
 def test_a_write_that_fails_midway_in_one_process_fails_in_both(tmp_path):
     """Whichever it is, both have the same error, which names it; the next checkpoint is written."""
-    port, files = processes.free_port(), [tmp_path / f"{number}.json" for number in range(2)]
-    processes.run_all(save_with_limits, [(number, port, tmp_path, files[number]) for number in range(2)], tmp_path, 100)
+    port, files = (
+        processes.free_port(),
+        [tmp_path / f"{number}.json" for number in range(2)],
+    )
+    processes.run_all(
+        save_with_limits,
+        [(number, port, tmp_path, files[number]) for number in range(2)],
+        tmp_path,
+        100,
+    )
     (errors, steps), other = (json.loads(file.read_text()) for file in files)
     assert other == [errors, steps]
     assert steps == ["1", "4"]
     for error, limited in zip(errors, range(2), strict=True):
-        assert error.startswith(f"the checkpoint of step {limited + 2} could not be written: process {limited} on ")
+        assert error.startswith(
+            f"the checkpoint of step {limited + 2} could not be written: process {limited} on "
+        )
         folder = tmp_path / "checkpoints"
-        assert error.endswith(f": File too large in {folder}; the newest is {folder / '1'}")
-    with Checkpoints(tmp_path) as checkpoints:  # what tensorstore was doing may stand before the code
-        assert checkpoints._reason(ValueError("... [spec='w'] [os_error_code='27']")) == f"File too large in {tmp_path}"
+        assert error.endswith(
+            f": File too large in {folder}; the newest is {folder / '1'}"
+        )
+    with Checkpoints(
+        tmp_path
+    ) as checkpoints:  # what tensorstore was doing may stand before the code
+        assert (
+            checkpoints._reason(ValueError("... [spec='w'] [os_error_code='27']"))
+            == f"File too large in {tmp_path}"
+        )
 
 
 @pytest.mark.slow
 def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
     """Both end with one sentence, and the run resumes."""
-    keys = {"base_output_directory": tmp_path, "ici_data_parallelism": 1, "ici_fsdp_parallelism": 2, "base_emb_dim": 128}
+    keys = {
+        "base_output_directory": tmp_path,
+        "ici_data_parallelism": 1,
+        "ici_fsdp_parallelism": 2,
+        "base_emb_dim": 128,
+    }
     keys |= {"learning_rate_schedule_steps": 12}
     assert end_of_both([tmp_path] * 2, tmp_path, **keys, steps=4)[0] == [0, 0]
-    codes, printed = end_of_both([tmp_path] * 2, tmp_path, (resource.RLIM_INFINITY, 16_384), **keys, steps=12)
+    codes, printed = end_of_both(
+        [tmp_path] * 2, tmp_path, (resource.RLIM_INFINITY, 16_384), **keys, steps=12
+    )
     assert codes == [1, 1], printed
     for output in printed:
         assert re.search(
@@ -150,12 +217,20 @@ def test_a_run_whose_write_fails_midway_in_one_process_ends_in_both(tmp_path):
 @pytest.mark.faults
 def test_a_process_with_a_late_view_of_the_folder(tmp_path):
     """A process that sees the files of the other one 8 s later waits for them at the start; nothing is called damaged."""
-    keys = {"base_output_directory": tmp_path, "learning_rate_schedule_steps": 12, "eval_interval": -1}
+    keys = {
+        "base_output_directory": tmp_path,
+        "learning_rate_schedule_steps": 12,
+        "eval_interval": -1,
+    }
     for steps in (6, 12):
-        codes, printed = end_of_both([tmp_path] * 2, tmp_path, late=8, **keys, steps=steps)
+        codes, printed = end_of_both(
+            [tmp_path] * 2, tmp_path, late=8, **keys, steps=steps
+        )
         assert codes == [0, 0], printed
         assert "damaged" not in "".join(printed)
     assert "resumed after step 5 " in printed[0]
     lines = metrics_of(tmp_path / "run")
-    assert end_of_both([tmp_path] * 2, tmp_path, **keys | {"run_name": "whole"}, steps=12)[0] == [0, 0]
+    assert end_of_both(
+        [tmp_path] * 2, tmp_path, **keys | {"run_name": "whole"}, steps=12
+    )[0] == [0, 0]
     assert lines == metrics_of(tmp_path / "whole")

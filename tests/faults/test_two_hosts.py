@@ -16,9 +16,22 @@ from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL, command_line
 
 HOSTS = {"rampup-a": "10.77.0.1", "rampup-b": "10.77.0.2"}
-SETTINGS = TINY_MODEL | {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic"}
-SETTINGS |= {"run_name": "run", "checkpoint_period": 20, "steps": 100_000, "learning_rate_schedule_steps": 100_000}
-SETTINGS |= {"num_processes": 2, "coordinator_address": "10.77.0.1:1234", "jax_distributed_heartbeat_timeout_seconds": 10}
+SETTINGS = TINY_MODEL | {
+    "per_device_batch_size": 1,
+    "enable_rampup_batch_size": False,
+    "dataset_type": "synthetic",
+}
+SETTINGS |= {
+    "run_name": "run",
+    "checkpoint_period": 20,
+    "steps": 100_000,
+    "learning_rate_schedule_steps": 100_000,
+}
+SETTINGS |= {
+    "num_processes": 2,
+    "coordinator_address": "10.77.0.1:1234",
+    "jax_distributed_heartbeat_timeout_seconds": 10,
+}
 
 
 def ip(words, check=True):
@@ -46,7 +59,9 @@ def hosts():
             known = Path("/etc/netns") / name / "hosts"
             known.parent.mkdir(parents=True, exist_ok=True)
             names = "".join(f"{each} {name}\n" for name, each in HOSTS.items())
-            known.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n{names}")
+            known.write_text(
+                f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n{names}"
+            )
             made.callback(known.parent.rmdir)
             made.callback(known.unlink)
         yield
@@ -56,17 +71,39 @@ def start(folder, **settings):
     """Start a process on each host; return them, whose output goes to files."""
     started = []
     for number, name in enumerate(HOSTS):
-        words = command_line(SETTINGS | {"base_output_directory": folder, "process_id": number} | settings)
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "rampup", "train", "base.yml", *words]
+        words = command_line(
+            SETTINGS
+            | {"base_output_directory": folder, "process_id": number}
+            | settings
+        )
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            sys.executable,
+            "-m",
+            "rampup",
+            "train",
+            "base.yml",
+            *words,
+        ]
         with open(folder / f"{number}.log", "w") as log:
-            started.append(subprocess.Popen([*command, "--fake-devices=1"], stdout=log, stderr=log))
+            started.append(
+                subprocess.Popen([*command, "--fake-devices=1"], stdout=log, stderr=log)
+            )
     return started
 
 
 def wait_for_steps(folder, count, started):
     """Wait until so many lines of metrics are there."""
     file = folder / "run" / "metrics.jsonl"
-    wait_until(lambda: file.exists() and num_steps(folder) >= count, lambda: outputs(folder), running=started, seconds=200)
+    wait_until(
+        lambda: file.exists() and num_steps(folder) >= count,
+        lambda: outputs(folder),
+        running=started,
+        seconds=200,
+    )
 
 
 def outputs(folder):
@@ -81,17 +118,26 @@ def num_steps(folder):
 
 def saved(folder):
     """Return the steps of the finished checkpoints."""
-    return [int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal()]
+    return [
+        int(path.name)
+        for path in (folder / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    ]
 
 
 @pytest.mark.faults
 def test_a_host_whose_name_leads_to_itself_is_named_before_the_start(hosts, tmp_path):
     """As in many images: JAX would tell the others to connect to 127.0.0.1. Both processes say which host it is."""
-    (Path("/etc/netns") / "rampup-b" / "hosts").write_text(f"127.0.0.1 localhost {socket.gethostname()}\n")
+    (Path("/etc/netns") / "rampup-b" / "hosts").write_text(
+        f"127.0.0.1 localhost {socket.gethostname()}\n"
+    )
     started = start(tmp_path)
     assert [process.wait(100) for process in started] == [2, 2], outputs(tmp_path)
     for output in outputs(tmp_path):
-        assert f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1 there" in output
+        assert (
+            f"process 1 runs on {socket.gethostname()}, a name that leads to 127.0.0.1 there"
+            in output
+        )
         assert "Traceback" not in output
 
 
@@ -125,18 +171,27 @@ def assert_ended(started, folder, seconds):
     assert codes == [1, 1], printed
     end = "ends too. Start the job again to resume."
     assert f"process 1 has been silent for {seconds} s; process 0 {end}" in printed[0]
-    assert re.search(rf"process 0 has (not answered|been silent) for {seconds} s; process 1 {end}", printed[1])
-    assert not any("stack trace" in output or "Traceback" in output for output in printed)
+    assert re.search(
+        rf"process 0 has (not answered|been silent) for {seconds} s; process 1 {end}",
+        printed[1],
+    )
+    assert not any(
+        "stack trace" in output or "Traceback" in output for output in printed
+    )
 
 
 def assert_resumes(folder, **settings):
     """Assert that the run goes on from its newest checkpoint with the same losses, each step once."""
     steps = max(saved(folder)) + 5
     before = {line["step"]: line["loss"] for line in metrics_of(folder / "run")}
-    assert [process.wait(200) for process in start(folder, steps=steps, **settings)] == [0, 0], outputs(folder)
+    assert [
+        process.wait(200) for process in start(folder, steps=steps, **settings)
+    ] == [0, 0], outputs(folder)
     lines = metrics_of(folder / "run")
     assert [line["step"] for line in lines] == list(range(steps))
-    assert all(line["loss"] == before.get(line["step"], line["loss"]) for line in lines), before
+    assert all(
+        line["loss"] == before.get(line["step"], line["loss"]) for line in lines
+    ), before
 
 
 @pytest.mark.faults
@@ -156,7 +211,10 @@ def test_a_link_that_is_down_is_waited_for_or_ends_both_in_a_sentence(hosts, tmp
 @pytest.mark.faults
 def test_partitions_of_5_30_and_120_s_with_the_default_timeouts(hosts, tmp_path):
     """Hosts that join by name go on after the first two; the third ends both after a minute, and the run resumes."""
-    keys = {"coordinator_address": "rampup-a:1234", "jax_distributed_heartbeat_timeout_seconds": 60}
+    keys = {
+        "coordinator_address": "rampup-a:1234",
+        "jax_distributed_heartbeat_timeout_seconds": 60,
+    }
     with running(tmp_path, **keys) as started:
         for seconds in (5, 30):
             cut(seconds, tmp_path, started)
@@ -195,6 +253,9 @@ def test_a_host_that_is_gone(hosts, tmp_path, gone):
         assert started[1 - gone].wait(40) == 1, outputs(tmp_path)
         printed = outputs(tmp_path)[1 - gone]
         end = rf"for 10 s; process {1 - gone} ends too. Start the job again to resume."
-        assert re.search(rf"process {gone} has ({'not answered|' * (gone == 0)}been silent) {end}", printed)
+        assert re.search(
+            rf"process {gone} has ({'not answered|' * (gone == 0)}been silent) {end}",
+            printed,
+        )
         assert not any(words in printed for words in ("stack trace", "Traceback"))
     assert_resumes(tmp_path)

@@ -31,17 +31,37 @@ def parts(engine="fused", *, skips=True, mesh="one", rate=1e-2):
     mesh = toy.mesh_of(mesh)
     plan = toy.plan_for(mesh, steps=STEPS)
     schedule = optax.linear_schedule(rate, rate / 10, STEPS)
-    step = train_step(loss_fn, optax.adamw(schedule), plan, mesh, engine=engine, seed=3, skip_nonfinite=skips)
+    step = train_step(
+        loss_fn,
+        optax.adamw(schedule),
+        plan,
+        mesh,
+        engine=engine,
+        seed=3,
+        skip_nonfinite=skips,
+    )
     return mesh, plan, step
 
 
 def rows(poisoned=()):
     """Return the toy's rows; the poisoned ones make the loss infinite or not a number."""
     poison = dict(poisoned)
-    return [row | {"poison": np.float32(poison.get(number, 0))} for number, row in enumerate(toy.rows())]
+    return [
+        row | {"poison": np.float32(poison.get(number, 0))}
+        for number, row in enumerate(toy.rows())
+    ]
 
 
-def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="one", **options):
+def run(
+    folder,
+    *,
+    source=None,
+    engine="fused",
+    events=None,
+    skips=True,
+    mesh="one",
+    **options,
+):
     """Run or resume; return the summary and the last state."""
     mesh, plan, step = parts(engine, skips=skips, mesh=mesh)
     source = rows() if source is None else source
@@ -54,14 +74,23 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
     loop = Loop(
         plan=plan,
         step=step,
-        batches=lambda start: step_batches(source, plan, mesh, start=start, chunk_size=CHUNK_SIZE[engine]),
+        batches=lambda start: step_batches(
+            source, plan, mesh, start=start, chunk_size=CHUNK_SIZE[engine]
+        ),
         folder=folder,
         metrics=MetricOptions(
             learning_rate=lambda step: 0.01,
             tokens_per_sample=10,
-            **{name: options.pop(name) for name in ("skip_nonfinite", "describe_rows") if name in options},
+            **{
+                name: options.pop(name)
+                for name in ("skip_nonfinite", "describe_rows")
+                if name in options
+            },
         ),
-        checkpoints=CheckpointOptions(**{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved} | options),
+        checkpoints=CheckpointOptions(
+            **{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved}
+            | options
+        ),
         on_event=lambda event: None if events is None else events.append(event),
     )
     _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
@@ -70,4 +99,8 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
 
 def assert_equal(one, other):
     """Assert that two states are the same, bit for bit."""
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, other)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+        one,
+        other,
+    )

@@ -37,7 +37,13 @@ def run(settings, folder, pause, devices):
     from rampup import Config
     from rampup.errors import RampupError
     from rampup.lm import train as lm
-    from rampup.loop.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed, ctrl_c_stops
+    from rampup.loop.events import (
+        CheckpointDamaged,
+        RunStarted,
+        StepSkipped,
+        StorageFailed,
+        ctrl_c_stops,
+    )
 
     ctrl_c_stops.set(True)
     inner = lm.BatchLoader.batches
@@ -46,8 +52,12 @@ def run(settings, folder, pause, devices):
         with open(folder / ROWS_FILE, "a", buffering=1) as file:
             for batch in inner(*arguments):
                 held = jax.device_get(batch.chunks)
-                content = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(held))).hexdigest()
-                file.write(json.dumps({"step": batch.position.step, "rows": content}) + "\n")
+                content = hashlib.sha256(
+                    b"".join(leaf.tobytes() for leaf in jax.tree.leaves(held))
+                ).hexdigest()
+                file.write(
+                    json.dumps({"step": batch.position.step, "rows": content}) + "\n"
+                )
                 time.sleep(pause)
                 yield batch
 
@@ -60,5 +70,9 @@ def run(settings, folder, pause, devices):
         return 2
     finally:
         kinds = (RunStarted, CheckpointDamaged, StorageFailed, StepSkipped)
-        print(*(str(event)[:500] for event in events if isinstance(event, kinds)), sep="\n", flush=True)
+        print(
+            *(str(event)[:500] for event in events if isinstance(event, kinds)),
+            sep="\n",
+            flush=True,
+        )
     return 130 if summary.interrupted else 0

@@ -9,7 +9,9 @@ import pytest
 
 from rampup.dialects.shell_values import drop_unset
 
-needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
+needs_bash = pytest.mark.skipif(
+    shutil.which("bash") is None, reason="bash is the reference"
+)
 # Every command that is not a builtin is recorded with its arguments; `-c TEXT` also runs the text. Nothing else happens.
 STUB = """
 record() { { printf '%s\\0' "$#" "$@"; } >> "$RECORD"; }
@@ -31,11 +33,20 @@ PROGRAMS = "bash env dirname basename realpath readlink seq cut tr wc awk grep c
 
 def commands_by_bash(text, tmp_path, arguments=()):
     """Return the words of each command that bash runs, from an empty environment."""
-    shell, script, stub, record = shutil.which("bash"), tmp_path / "script.sh", tmp_path / "stub.sh", tmp_path / "record"
+    shell, script, stub, record = (
+        shutil.which("bash"),
+        tmp_path / "script.sh",
+        tmp_path / "stub.sh",
+        tmp_path / "record",
+    )
     script.write_text(f"{text}\nwait\n")  # for commands in the background
     stub.write_text(STUB)
     record.write_text("")
-    places = {"RECORD": str(record), "BASH_ENV": str(stub), "PATH": str(tmp_path / "bin")}
+    places = {
+        "RECORD": str(record),
+        "BASH_ENV": str(stub),
+        "PATH": str(tmp_path / "bin"),
+    }
     (tmp_path / "bin").mkdir()
     for name in PROGRAMS.split():
         if found := shutil.which(name):
@@ -50,7 +61,10 @@ def commands_by_bash(text, tmp_path, arguments=()):
 
 def runs(commands):
     """Return the words of the commands `run` among some. What was never set is empty in bash, and here has a name."""
-    rows = (tuple(map(drop_unset, getattr(command, "words", command))) for command in commands)
+    rows = (
+        tuple(map(drop_unset, getattr(command, "words", command)))
+        for command in commands
+    )
     return [words for words in rows if words[0] == "run"]
 
 

@@ -20,7 +20,16 @@ from helpers.processes import free_port, wait_until
 
 BUCKET = "bucket"
 # Headers that belong to one connection, and are not passed on.
-HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
+HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "transfer-encoding",
+    "te",
+    "trailer",
+    "upgrade",
+    "host",
+    "content-length",
+}
 
 
 class Proxy(ThreadingHTTPServer):
@@ -77,7 +86,11 @@ class _Forward(BaseHTTPRequestHandler):
             return
         connection = http.client.HTTPConnection("127.0.0.1", self.server.target)
         # The server names itself in the addresses that it returns, by the host that was asked: the proxy.
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower() not in HOP_BY_HOP
+        }
         headers["Host"] = f"127.0.0.1:{self.server.server_port}"
         with contextlib.closing(connection):
             connection.request(self.command, self.path, body=body, headers=headers)
@@ -115,15 +128,33 @@ def serve(folder: Path):
     port = free_port()
     (folder / BUCKET).mkdir()
     binary = next(Path(package.__file__).parent.glob("vendor/fake-gcs-server/bin/*"))
-    options = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-filesystem-root", str(folder)]
+    options = [
+        "-scheme",
+        "http",
+        "-host",
+        "127.0.0.1",
+        "-port",
+        str(port),
+        "-filesystem-root",
+        str(folder),
+    ]
     options += ["-public-host", f"127.0.0.1:{port}"]
     proxy = Proxy(port)
     url = f"http://127.0.0.1:{proxy.server_port}"
     options += ["-external-url", url]
-    server = subprocess.Popen([str(binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [str(binary), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    settings = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
-    settings |= {"NO_PROXY": "127.0.0.1", "NO_GCE_CHECK": "true"}  # no search for credentials of the machine
+    settings = {
+        "STORAGE_EMULATOR_HOST": url,
+        "TENSORSTORE_GCS_HTTP_URL": url,
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+    }
+    settings |= {
+        "NO_PROXY": "127.0.0.1",
+        "NO_GCE_CHECK": "true",
+    }  # no search for credentials of the machine
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():

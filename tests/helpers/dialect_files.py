@@ -32,7 +32,9 @@ def nested(flat):
     result = {}
     for name, value in flat.items():
         *parents, last = name.split(".")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[last] = value
+        functools.reduce(lambda node, part: node.setdefault(part, {}), parents, result)[
+            last
+        ] = value
     return result
 
 
@@ -43,11 +45,28 @@ def rules(found):
 
 def expect(found, *, note=(), no_note=(), message="", **wanted):
     """Assert numbers of a verdict, its `rules` and `ok`, texts that are in its notes, or in none, and one in a message."""
-    ours = {**found.derived, "validator": found.validator, "run": found.run, "ok": found.ok, "rules": rules(found)}
+    ours = {
+        **found.derived,
+        "validator": found.validator,
+        "run": found.run,
+        "ok": found.ok,
+        "rules": rules(found),
+    }
     assert {name: ours.get(name, "absent") for name in wanted} == wanted
-    notes, messages = "\n".join(found.notes), "\n".join(violation.message for violation in found.violations)
-    assert not [text for text in ([note] if isinstance(note, str) else note) if text not in notes], notes
-    assert not [text for text in ([no_note] if isinstance(no_note, str) else no_note) if text in notes], notes
+    notes, messages = (
+        "\n".join(found.notes),
+        "\n".join(violation.message for violation in found.violations),
+    )
+    assert not [
+        text
+        for text in ([note] if isinstance(note, str) else note)
+        if text not in notes
+    ], notes
+    assert not [
+        text
+        for text in ([no_note] if isinstance(no_note, str) else no_note)
+        if text in notes
+    ], notes
     assert message in messages
 
 
@@ -56,7 +75,10 @@ def checker(system, base):
 
     def check(*changes):
         flat = functools.reduce(operator.or_, changes, base)
-        return verdict(system, nested({key: value for key, value in flat.items() if value is not None}))
+        return verdict(
+            system,
+            nested({key: value for key, value in flat.items() if value is not None}),
+        )
 
     return check
 
@@ -73,7 +95,9 @@ def boundary_test(system, base, rows, *, exact=False):
         assert valid.ok, rules(valid)
         assert (rules(invalid) == rule.split()) if exact else (rule in rules(invalid))
         assert (invalid.validator, invalid.run) == (validator, "fails")
-        flat = {key: value for key, value in (base | breaks).items() if value is not None}
+        flat = {
+            key: value for key, value in (base | breaks).items() if value is not None
+        }
         check_nearest(system, nested(flat), [], invalid)
 
     return test
@@ -95,7 +119,12 @@ def check_nearest(system, config, settings, found):
     for violation in found.violations:
         for value in violation.nearest:
             key = violation.keys[0]
-            others = [setting for setting in settings if not setting.startswith(f"{key}=")]
-            given = [*others, f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}"]
+            others = [
+                setting for setting in settings if not setting.startswith(f"{key}=")
+            ]
+            given = [
+                *others,
+                f"{key}={'null' if value is None else str(value).lower() if isinstance(value, bool) else value}",
+            ]
             after = {other.rule for other in verdict(system, config, *given).violations}
             assert after <= before - {violation.rule}, (violation, value, after)

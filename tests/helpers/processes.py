@@ -18,7 +18,9 @@ def start(function, *arguments, log):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["helpers.preload"])
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_call, args=(function, arguments, log), daemon=True)
+    process = context.Process(
+        target=_call, args=(function, arguments, log), daemon=True
+    )
     process.start()
     return process
 
@@ -26,7 +28,9 @@ def start(function, *arguments, log):
 def run_all(function, arguments, folder, timeout=300):
     """Call a function in a process for each tuple of arguments; return what each prints when all have ended well."""
     logs = [folder / f"{number}.log" for number in range(len(arguments))]
-    started = [start(function, *own, log=log) for own, log in zip(arguments, logs, strict=True)]
+    started = [
+        start(function, *own, log=log) for own, log in zip(arguments, logs, strict=True)
+    ]
     for process, log in zip(started, logs, strict=True):
         process.join(timeout)
         assert process.exitcode == 0, log.read_text()

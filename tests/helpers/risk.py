@@ -21,7 +21,9 @@ class Regression:
     def step(self, eta, batch):
         """Return the distribution after one more step."""
         h, m = self.h, self.m
-        new = m * (1 - 2 * eta * h + (eta * h) ** 2 * (1 + 1 / batch)) + eta**2 / batch * h * (h @ m + self.s2)
+        new = m * (
+            1 - 2 * eta * h + (eta * h) ** 2 * (1 + 1 / batch)
+        ) + eta**2 / batch * h * (h @ m + self.s2)
         return Regression(h, new, self.s2)
 
     def after(self, num_steps, eta, batch):

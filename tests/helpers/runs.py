@@ -10,8 +10,20 @@ import orbax.checkpoint as ocp
 from rampup.config.resume import ramp_record
 from rampup.loop.events import StepDone
 
-TIMES = {"step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds", "generation_seconds", "scoring_seconds"}
-TIMES |= {"generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second", "update_seconds"}
+TIMES = {
+    "step_seconds",
+    "tokens_per_second",
+    "tflops_per_device",
+    "compile_seconds",
+    "generation_seconds",
+    "scoring_seconds",
+}
+TIMES |= {
+    "generation_wait_seconds",
+    "generation_tokens_per_second",
+    "training_tokens_per_second",
+    "update_seconds",
+}
 
 
 def recorded(config, plan, step):
@@ -22,7 +34,10 @@ def recorded(config, plan, step):
 def metrics_of(folder, name="metrics.jsonl"):
     """Return every line of a file of metrics, without the times."""
     lines = map(json.loads, (folder / name).read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in lines
+    ]
 
 
 def state_of(folder, step):
@@ -30,9 +45,15 @@ def state_of(folder, step):
     with ocp.PyTreeCheckpointer() as reader:
         stored = folder / "checkpoints" / str(step) / "state"
         # As NumPy arrays, because the devices that saved it may be those of several processes.
-        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(stored).item_metadata.tree)
+        kinds = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray),
+            reader.metadata(stored).item_metadata.tree,
+        )
         tree = reader.restore(stored, restore_args=kinds)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
 def assert_same_run(folder, other, step, files=("metrics.jsonl", "eval.jsonl")):

@@ -27,9 +27,22 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 # Commands that compute get settings that make them small; the page shows what a reader would type.
 SMALL = {
     # Two rows or more on one device, so that a page may measure the gradient noise.
-    "train": command_line({**TINY, "per_device_batch_size_start": 2, "steps": 6, "dataset_type": "synthetic"}),
+    "train": command_line(
+        {
+            **TINY,
+            "per_device_batch_size_start": 2,
+            "steps": 6,
+            "dataset_type": "synthetic",
+        }
+    ),
     "tune": command_line(
-        {**TINY_MODEL, "enable_rampup_batch_size": False, "per_device_batch_size": 2, "steps": 3, "dataset_type": "synthetic"}
+        {
+            **TINY_MODEL,
+            "enable_rampup_batch_size": False,
+            "per_device_batch_size": 2,
+            "steps": 3,
+            "dataset_type": "synthetic",
+        }
     ),
 }
 SIMULATED = re.compile(r"rampup train (.*) --fake-devices (\d+)")
@@ -50,20 +63,32 @@ generator = load_file("docs/_ext/generated_reference.py")
 def blocks(page: Path) -> list[tuple[str, str]]:
     """Return the language and the text of the blocks of a page that can run."""
     text = page.read_text(encoding="utf-8")
-    return re.findall(r"^```(python|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```(python|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+    )
 
 
 def console_commands(block: str) -> list[tuple[str, str]]:
     """Return the `rampup` commands of a console block, each with the output that the block shows."""
-    parts = (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:])
-    return [(command, output) for command, _, output in parts if command.startswith("rampup ")]
+    parts = (
+        part.partition("\n")
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    )
+    return [
+        (command, output)
+        for command, _, output in parts
+        if command.startswith("rampup ")
+    ]
 
 
 @contextlib.contextmanager
 def one_device() -> Iterator[None]:
     """Run on the first of the simulated devices, for which programs compile faster than for eight."""
     devices = jax.devices()[:1]
-    with mock.patch.object(jax, "device_count", return_value=1), mock.patch.object(jax, "devices", return_value=devices):
+    with (
+        mock.patch.object(jax, "device_count", return_value=1),
+        mock.patch.object(jax, "devices", return_value=devices),
+    ):
         yield
 
 
@@ -73,12 +98,26 @@ def run_page(page: Path, read_output: Callable[[], str]) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, (language, text) in enumerate(blocks(page)):
         if language == "python":
-            exec(compile(text, f"{page.relative_to(ROOT)}, block {number}", "exec", dont_inherit=True), namespace)
+            exec(
+                compile(
+                    text,
+                    f"{page.relative_to(ROOT)}, block {number}",
+                    "exec",
+                    dont_inherit=True,
+                ),
+                namespace,
+            )
             continue
         for command, expected in console_commands(text):
-            name, *words = shlex.split(SIMULATED.sub(r"rampup plan \1 --devices \2", command))[1:]
+            name, *words = shlex.split(
+                SIMULATED.sub(r"rampup plan \1 --devices \2", command)
+            )[1:]
             given = {word.partition("=")[0] for word in words}
-            small = [setting for setting in SMALL.get(name, ()) if setting.partition("=")[0] not in given]
+            small = [
+                setting
+                for setting in SMALL.get(name, ())
+                if setting.partition("=")[0] not in given
+            ]
             read_output()
             with one_device() if name in SMALL else contextlib.nullcontext():
                 code = main([name, *words, *small])

@@ -52,28 +52,49 @@ def loss_fn(params, batch, rngs):
     kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (WIDTH,)))(rngs)
     hidden = jnp.tanh(jnp.where(kept, batch["x"], 0) @ params["in"])
     error = jnp.sum((hidden @ params["out"] - batch["x"]) ** 2, axis=-1)
-    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {"rows": batch["weight"].size}
+    return (
+        jnp.sum(error * batch["weight"]),
+        jnp.sum(batch["weight"]),
+        {"rows": batch["weight"].size},
+    )
 
 
 def plain_loss_fn(params, batch, rngs):
     """Weighted squared error of a two-layer network, without dropout."""
-    error = jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["x"]) ** 2, axis=-1)
+    error = jnp.sum(
+        (jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["x"]) ** 2, axis=-1
+    )
     return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
 
 
 def new_params(mesh, dtype=np.float32):
     """Return parameters cut over fsdp and tensor."""
     rng = np.random.default_rng(0)
-    values = {"in": rng.normal(size=(WIDTH, 16)) * 0.3, "out": rng.normal(size=(16, WIDTH)) * 0.3}
-    specs = {"in": PartitionSpec("fsdp", "tensor"), "out": PartitionSpec("tensor", "fsdp")}
-    return {name: jax.device_put(values[name].astype(dtype), NamedSharding(mesh, specs[name])) for name in values}
+    values = {
+        "in": rng.normal(size=(WIDTH, 16)) * 0.3,
+        "out": rng.normal(size=(16, WIDTH)) * 0.3,
+    }
+    specs = {
+        "in": PartitionSpec("fsdp", "tensor"),
+        "out": PartitionSpec("tensor", "fsdp"),
+    }
+    return {
+        name: jax.device_put(
+            values[name].astype(dtype), NamedSharding(mesh, specs[name])
+        )
+        for name in values
+    }
 
 
 def rows(number=400, dtype=np.float32):
     """Return rows with weights from 1 to 9, each knowing its number."""
     rng = np.random.default_rng(1)
     return [
-        {"x": rng.normal(size=WIDTH).astype(dtype), "weight": dtype(rng.integers(1, 10)), "id": np.int32(n)}
+        {
+            "x": rng.normal(size=WIDTH).astype(dtype),
+            "weight": dtype(rng.integers(1, 10)),
+            "id": np.int32(n),
+        }
         for n in range(number)
     ]
 
@@ -95,11 +116,24 @@ def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
 
 
 def start(
-    mesh_name="one", loss=loss_fn, tx=None, schedule="0:16", *, steps=12, state=None, params=None, mutable=None, **options
+    mesh_name="one",
+    loss=loss_fn,
+    tx=None,
+    schedule="0:16",
+    *,
+    steps=12,
+    state=None,
+    params=None,
+    mutable=None,
+    **options,
 ):
     """Return a training step of one phase by default, and its state: a new one, or what `state` makes of parameters and tx."""
     mesh = mesh_of(mesh_name)
-    splitter = {name: options.pop(name) for name in ("microbatch_size", "rampup_microbatch") if name in options}
+    splitter = {
+        name: options.pop(name)
+        for name in ("microbatch_size", "rampup_microbatch")
+        if name in options
+    }
     plan = plan_for(mesh, schedule, steps=steps, **splitter)
     step = rampup.train_step(loss, tx or optax.sgd(0.1), plan, mesh, **options)
     params = new_params(mesh) if params is None else params
@@ -119,7 +153,9 @@ def history(step, state, batches=None):
 
 def delayed(lowered, wait):
     """Return a `jax.stages.Lowered` whose compilation starts with `wait()`."""
-    return SimpleNamespace(compile=lambda **options: (wait(), lowered.compile(**options))[1])
+    return SimpleNamespace(
+        compile=lambda **options: (wait(), lowered.compile(**options))[1]
+    )
 
 
 class ScaledState(train_state.TrainState):
@@ -147,16 +183,28 @@ def train(step, state, steps=None, data=None):
 
 def open_rows(kind, train_files=None, *, length=4, eval_files=None):
     """Return the rows of `open_sources` for bytes or 16-bit tokens, a tenth of them held out."""
-    names = {"dataset_type": kind, "grain_train_files": train_files, "grain_eval_files": eval_files}
+    names = {
+        "dataset_type": kind,
+        "grain_train_files": train_files,
+        "grain_eval_files": eval_files,
+    }
     names |= {"eval_holdout_fraction": 0.1, "token_dtype": "uint16"}
-    return open_sources(SimpleNamespace(**names, max_target_length=length, vocab_size=256))
+    return open_sources(
+        SimpleNamespace(**names, max_target_length=length, vocab_size=256)
+    )
 
 
 def all_tokens(source):
     """Return the tokens of all rows, each counted once, and the targets that count."""
     batch = source.read(np.arange(len(source)))
-    inputs = [row[:length].tolist() for row, length in zip(batch["tokens"], batch["length"], strict=True)]
-    targets = [row[1 : length + 1].tolist() for row, length in zip(batch["tokens"], batch["length"], strict=True)]
+    inputs = [
+        row[:length].tolist()
+        for row, length in zip(batch["tokens"], batch["length"], strict=True)
+    ]
+    targets = [
+        row[1 : length + 1].tolist()
+        for row, length in zip(batch["tokens"], batch["length"], strict=True)
+    ]
     return [*itertools.chain(*inputs)], [*itertools.chain(*targets)]
 
 
@@ -165,7 +213,9 @@ def tensorboard_events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
-    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_ctime_ns):
+    for path in sorted(
+        folder.glob("events.*"), key=lambda path: path.stat().st_ctime_ns
+    ):
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")
@@ -173,5 +223,8 @@ def tensorboard_events(folder):
             data = data[12 + size + 4 :]
             if event.HasField("session_log"):
                 shown = [entry for entry in shown if entry[0] < event.step]
-            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            shown += [
+                (event.step, value.tag, value.simple_value)
+                for value in event.summary.value
+            ]
     return shown

@@ -12,7 +12,11 @@ from rampup.plan.topology import Topology
 
 MESH = (("data", 2), ("fsdp", 2), ("tensor", 2))
 LINE = "  ROOT %a = f32[64,64]{{1,0}} {kind}(%x), {groups}, to_apply=%add\n"
-ENTRY = "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}} parameter(0)\n" + LINE + "}}\n"
+ENTRY = (
+    "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}} parameter(0)\n"
+    + LINE
+    + "}}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -22,15 +26,29 @@ ENTRY = "ENTRY %main (x: f32[64,64]) -> f32[64,64] {{\n  %x = f32[64,64]{{1,0}} 
         ("replica_groups={{0,2},{1,3},{4,6},{5,7}}", ("fsdp",), 2),
         ("replica_groups=[4,2]<=[8]", ("tensor",), 2),
         ("replica_groups=[2,4]<=[2,2,2]T(2,0,1)", ("data", "fsdp"), 4),
-        ("replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','tensor'}", ("data", "tensor"), 4),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("fsdp", "tensor"), 4),
-        ("replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", ("data", "fsdp"), 4),
+        (
+            "replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','tensor'}",
+            ("data", "tensor"),
+            4,
+        ),
+        (
+            "replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}",
+            ("fsdp", "tensor"),
+            4,
+        ),
+        (
+            "replica_groups=mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+            ("data", "fsdp"),
+            4,
+        ),
         ("replica_groups={{0,1,2,3,4,5,6,7}}", ("data", "fsdp", "tensor"), 8),
     ],
 )
 def test_groups_of_devices_are_named_by_their_axes(groups, axes, size):
     """Lists, reshaped ranges and axes, also those that the compiler made up, give the axes of the mesh."""
-    (found,) = account_of(Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH).collectives
+    (found,) = account_of(
+        Program(ENTRY.format(kind="all-reduce", groups=groups)), MESH
+    ).collectives
     assert (found.axes, found.group_size, found.num_bytes) == (axes, size, 64 * 64 * 4)
 
 
@@ -65,9 +83,15 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
     (found,) = account_of(Program(text)).collectives
     assert (found.runs, found.open_loops, found.loops) == (trips, 0, ("w",))
     for name, number in (("n", 7), ("start", 2), ("one", 1)):
-        unknown = text.replace(f"%{name} = s32[] constant({number})", f'%{name} = s32[] custom-call(), custom_call_target="x"')
+        unknown = text.replace(
+            f"%{name} = s32[] constant({number})",
+            f'%{name} = s32[] custom-call(), custom_call_target="x"',
+        )
         assert Program(unknown).trips("w", "main") is None
-    assert Program(text.replace("add(%i, %one)", "multiply(%i, %one)")).trips("w", "main") is None
+    assert (
+        Program(text.replace("add(%i, %one)", "multiply(%i, %one)")).trips("w", "main")
+        is None
+    )
 
 
 def test_overlap_is_read_from_the_schedule():
@@ -83,7 +107,12 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
 """
     account = account_of(Program(text))
     (found,) = account.collectives
-    assert (found.kind, found.num_bytes, found.is_async, found.overlapped) == ("all-gather", 128, True, True)
+    assert (found.kind, found.num_bytes, found.is_async, found.overlapped) == (
+        "all-gather",
+        128,
+        True,
+        True,
+    )
     dot = next(line for line in text.splitlines() if " dot(" in line)
     (waiting,) = account_of(Program(text.replace(dot + "\n", ""))).collectives
     assert not waiting.overlapped
@@ -110,10 +139,17 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
 """
     account = account_of(Program(text), (("data", 4),))
     (found,) = account.collectives
-    assert (found.kind, found.num_bytes, found.axes, found.group) == ("reduce-scatter", 64, ("data",), (0, 2))
+    assert (found.kind, found.num_bytes, found.axes, found.group) == (
+        "reduce-scatter",
+        64,
+        ("data",),
+        (0, 2),
+    )
     assert (found.is_async, found.overlapped) == (True, False)
     update = next(line for line in text.splitlines() if " call-update(" in line)
-    early = text.replace(update + "\n", "").replace("  %d = f32", update + "\n  %d = f32")
+    early = text.replace(update + "\n", "").replace(
+        "  %d = f32", update + "\n  %d = f32"
+    )
     assert account_of(Program(early)).collectives[0].overlapped
     # The dot, and what the reduce-scatter reads and writes.
     assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
@@ -131,10 +167,15 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %v = (f32[8,128]{1,0}, token[]) recv-done(%r), is_host_transfer=true
   ROOT %e = f32[8,128]{1,0} get-tuple-element(%v), index=0
 }
-"""  # noqa: E501
+"""
     account = account_of(Program(text))
     (found,) = account.collectives
-    assert (found.kind, found.num_bytes, found.runs, found.between_slices) == ("all-reduce", 4096, 1, True)
+    assert (found.kind, found.num_bytes, found.runs, found.between_slices) == (
+        "all-reduce",
+        4096,
+        1,
+        True,
+    )
     assert (found.is_async, found.overlapped) == (True, False)
     assert account.roofline(Topology.parse("2*v5e:2x2"), (1,)).exposed_seconds == 0
     assert account.collective_rows((1,))[0]["between_slices"]
@@ -157,7 +198,11 @@ ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
 def test_a_roofline_adds_what_comes_one_after_the_other():
     """The longest of computing, memory and overlapped collectives, and the collectives that wait."""
     chip = Topology.parse("v5e:1x1")
-    account = Account(collectives=(), flops=({}, {"bf16": 197 * 10**9, "f32 highest": 10**9}), memory_bytes=(819 * 10**6, 0))
+    account = Account(
+        collectives=(),
+        flops=({}, {"bf16": 197 * 10**9, "f32 highest": 10**9}),
+        memory_bytes=(819 * 10**6, 0),
+    )
     roofline = account.roofline(chip, (4,))
     compute = 4 * (197e9 + 6e9) / 197e12
     assert roofline.compute_seconds == pytest.approx(compute)
@@ -167,5 +212,13 @@ def test_a_roofline_adds_what_comes_one_after_the_other():
 
 def test_arrays_have_the_bytes_of_their_type():
     """Also types of less than a byte, and those whose name has more than one number."""
-    sizes = {"bf16": 2, "f32": 4, "f8e4m3fn": 1, "pred": 1, "c64": 8, "s4": 0.5, "token": 0}
+    sizes = {
+        "bf16": 2,
+        "f32": 4,
+        "f8e4m3fn": 1,
+        "pred": 1,
+        "c64": 8,
+        "s4": 0.5,
+        "token": 0,
+    }
     assert {dtype: Array(dtype, (4,)).num_bytes / 4 for dtype in sizes} == sizes

@@ -22,7 +22,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, MissingDependencyError, ResumeMismatchError
 from rampup.integrations import maxtext
-from rampup.integrations.maxtext import ACCUMULATED, NEEDED, RampLoader, check_record, choose_design, problems
+from rampup.integrations.maxtext import (
+    ACCUMULATED,
+    NEEDED,
+    RampLoader,
+    check_record,
+    choose_design,
+    problems,
+)
 from rampup.plan.ramp_keys import RampupBatchManager
 
 HAS_MAXTEXT = importlib.util.find_spec("maxtext") is not None
@@ -30,27 +37,49 @@ HAS_MAXTEXT = importlib.util.find_spec("maxtext") is not None
 
 def sizes(start, increment, end):
     """Return the keys of a linear ramp, in samples per device."""
-    keys = ("per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size")
+    keys = (
+        "per_device_batch_size_start",
+        "per_device_batch_size_increment",
+        "per_device_batch_size",
+    )
     return dict(zip(keys, (start, increment, end), strict=True))
 
 
-RAMP = {"gradient_accumulation_steps": 4, "global_rampup_samples": 72, **sizes(0.5, 0.5, 2)}
-OWN = RAMP | {"gradient_accumulation_steps": 1, **sizes(2, 2, 8)}  # in MaxText's own keys
+RAMP = {
+    "gradient_accumulation_steps": 4,
+    "global_rampup_samples": 72,
+    **sizes(0.5, 0.5, 2),
+}
+OWN = RAMP | {
+    "gradient_accumulation_steps": 1,
+    **sizes(2, 2, 8),
+}  # in MaxText's own keys
 BATCHES = [2] * 12 + [4] * 6 + [6] * 4 + [8] * 4
 
 
 def config_of(**keys):
     """Return what the adapter reads of MaxText's configuration, for a ramp of 2, 4, 6 and 8 samples on one device."""
     needed = {key: value for key, (value, _) in NEEDED.items()}
-    others = {"num_target_devices": 1, "global_batch_size_to_load": 8, "global_batch_size_to_train_on": 8}
-    others |= {"enable_rampup_batch_size": True, "enable_checkpointing": True, "steps": 26}
+    others = {
+        "num_target_devices": 1,
+        "global_batch_size_to_load": 8,
+        "global_batch_size_to_train_on": 8,
+    }
+    others |= {
+        "enable_rampup_batch_size": True,
+        "enable_checkpointing": True,
+        "steps": 26,
+    }
     return SimpleNamespace(**{**needed, **ACCUMULATED, **RAMP, **others, **keys})
 
 
 @pytest.mark.skipif(HAS_MAXTEXT, reason="MaxText is installed")
 def test_a_missing_package_is_named():
     """Without MaxText, the adapter names the package and its version."""
-    with pytest.raises(MissingDependencyError, match=r"the package maxtext is not installed; install maxtext==0\.2\.5"):
+    with pytest.raises(
+        MissingDependencyError,
+        match=r"the package maxtext is not installed; install maxtext==0\.2\.5",
+    ):
         maxtext.main(["train.py", "base.yml"])
 
 
@@ -59,12 +88,16 @@ def test_a_moved_name_is_an_error(tmp_path, monkeypatch):
     for module in ("maxtext", "maxtext/trainers", "maxtext/trainers/pre_train"):
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text("__version__ = '0.9'\n")
-    (tmp_path / "maxtext/trainers/pre_train/train.py").write_text("def main(argv): print('trained')\n")
+    (tmp_path / "maxtext/trainers/pre_train/train.py").write_text(
+        "def main(argv): print('trained')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     name = "maxtext.trainers.pre_train.train.gradient_accumulation_loss_and_grad"
     with (
         mock.patch.dict(sys.modules),
-        pytest.raises(ConfigError, match=rf"^{name}\(.*0\.9, or has changed.* maxtext==0\.2\.5$"),
+        pytest.raises(
+            ConfigError, match=rf"^{name}\(.*0\.9, or has changed.* maxtext==0\.2\.5$"
+        ),
     ):
         maxtext.install()
 
@@ -72,10 +105,23 @@ def test_a_moved_name_is_an_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "parts"),
     [
-        ({"gradient_accumulation_steps": 1, **sizes(2, 2, 8)}, ["gradient_accumulation_steps=1", "2 or more"]),
-        (sizes(0.5, 1.25, 1.75), ["gradient_accumulation_steps=4", "batch of 7 samples", "set gradient_accumulation_steps=7"]),
+        (
+            {"gradient_accumulation_steps": 1, **sizes(2, 2, 8)},
+            ["gradient_accumulation_steps=1", "2 or more"],
+        ),
+        (
+            sizes(0.5, 1.25, 1.75),
+            [
+                "gradient_accumulation_steps=4",
+                "batch of 7 samples",
+                "set gradient_accumulation_steps=7",
+            ],
+        ),
         ({"enable_diloco": True}, ["enable_diloco=True", "set enable_diloco=false"]),
-        ({"ici_pipeline_parallelism": 4}, ["ici_pipeline_parallelism=4", "microbatches of its own"]),
+        (
+            {"ici_pipeline_parallelism": 4},
+            ["ici_pipeline_parallelism=4", "microbatches of its own"],
+        ),
         ({"te_moe_block": True}, ["te_moe_block=True"]),
         ({"num_experts": 8}, []),
         ({"num_experts": 8, **sizes(0.75, 1.25, 2)}, ["the ramp has 3"]),
@@ -85,18 +131,28 @@ def test_a_moved_name_is_an_error(tmp_path, monkeypatch):
 def test_what_a_ramp_excludes(keys, parts):
     """Keys that exclude a ramp in one executable are refused with their value; experts only with incomplete microbatches."""
     config = config_of(**keys)
-    found = [str(problem) for problem in problems(config, RampupBatchManager(config).ramp)]
+    found = [
+        str(problem) for problem in problems(config, RampupBatchManager(config).ramp)
+    ]
     assert len(found) == bool(parts)
     assert all(part in found[0] for part in parts)
 
 
 def test_the_design_follows_mesh_and_keys():
     """One reduction where the data axis has several devices and no key needs MaxText's accumulation, else its own loop."""
-    two, one = (SimpleNamespace(shape={"data": size, "fsdp": 2, "tensor": 1}) for size in (2, 1))
+    two, one = (
+        SimpleNamespace(shape={"data": size, "fsdp": 2, "tensor": 1}) for size in (2, 1)
+    )
     assert choose_design(config_of(), two)[0] == "accumulate"
     assert choose_design(config_of(), one)[0] == "loop"
-    assert choose_design(config_of(), SimpleNamespace(shape={"data": 2, "tensor": 2}))[0] == "loop"
-    assert choose_design(config_of(attention="flash"), two) == ("loop", "attention=flash needs MaxText's own accumulation")
+    assert (
+        choose_design(config_of(), SimpleNamespace(shape={"data": 2, "tensor": 2}))[0]
+        == "loop"
+    )
+    assert choose_design(config_of(attention="flash"), two) == (
+        "loop",
+        "attention=flash needs MaxText's own accumulation",
+    )
 
 
 def test_checkpoints_of_another_ramp_are_refused(tmp_path):
@@ -107,31 +163,44 @@ def test_checkpoints_of_another_ramp_are_refused(tmp_path):
     check_record(config, RampupBatchManager(config))
     check_record(config, RampupBatchManager(config, 3))
     other = config_of(checkpoint_dir=config.checkpoint_dir, global_rampup_samples=36)
-    with pytest.raises(ResumeMismatchError, match="after 3 steps, of a run that loads 8 rows at once with another ramp"):
+    with pytest.raises(
+        ResumeMismatchError,
+        match="after 3 steps, of a run that loads 8 rows at once with another ramp",
+    ):
         check_record(other, RampupBatchManager(other, 3))
 
 
 def loaded_batches(config, step=0, state=None):
     """Yield the numbers of the rows in each microbatch of each batch, with the Grain state that a checkpoint then has."""
     sharding = NamedSharding(Mesh(jax.devices()[:1], "x"), PartitionSpec())
-    rows = grain.MapDataset.range(1, 400).map(lambda n: {"targets_segmentation": np.full(3, n, np.int32)})
+    rows = grain.MapDataset.range(1, 400).map(
+        lambda n: {"targets_segmentation": np.full(3, n, np.int32)}
+    )
     source = iter(rows.to_iter_dataset().batch(config.global_batch_size_to_load))
     if state is not None:
         source.set_state(state)
     iterator = SimpleNamespace(local_iterator=source)
     own = SimpleNamespace(
-        load_next_batch_pre_sharding=functools.partial(next, source), data_iterator=iterator, input_data_shardings=sharding
+        load_next_batch_pre_sharding=functools.partial(next, source),
+        data_iterator=iterator,
+        input_data_shardings=sharding,
     )
     loader = RampLoader(own, config, RampupBatchManager(config, step))
     K = config.gradient_accumulation_steps
     while True:
-        numbers = np.asarray(loader.load_next_batch()["targets_segmentation"])[:, 0].reshape(-1, K)
+        numbers = np.asarray(loader.load_next_batch()["targets_segmentation"])[
+            :, 0
+        ].reshape(-1, K)
         yield [numbers[:, j].tolist() for j in range(K)], source.get_state()
 
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {**sizes(0.75, 0.25, 2), "global_rampup_samples": 61}, {"global_batch_size_to_load": 12}],
+    [
+        {},
+        {**sizes(0.75, 0.25, 2), "global_rampup_samples": 61},
+        {"global_batch_size_to_load": 12},
+    ],
     ids=["aligned", "odd", "more rows loaded than trained on"],
 )
 def test_every_row_once_also_after_a_resume(keys):
@@ -139,8 +208,12 @@ def test_every_row_once_also_after_a_resume(keys):
     config = config_of(**keys)
     manager = RampupBatchManager(config)
     loaded = config.global_batch_size_to_load
-    numbers = (n for n in range(1, 400) if (n - 1) % loaded < 8)  # the first 8 of the rows loaded at once
-    batches = [batch for batch, _ in zip(loaded_batches(config), range(30), strict=False)]
+    numbers = (
+        n for n in range(1, 400) if (n - 1) % loaded < 8
+    )  # the first 8 of the rows loaded at once
+    batches = [
+        batch for batch, _ in zip(loaded_batches(config), range(30), strict=False)
+    ]
     for batch, _ in batches:
         rows = [next(numbers) for _ in range(manager.global_batch_size_current)]
         manager.update()
@@ -151,11 +224,16 @@ def test_every_row_once_also_after_a_resume(keys):
         assert sorted(n for microbatch in found for n in microbatch if n) == rows
     for step in (1, 5, 13, 20, 25):
         resumed = loaded_batches(config, step, batches[step - 1][1])
-        assert [next(resumed)[0] for _ in range(4)] == [batch for batch, _ in batches[step : step + 4]]
+        assert [next(resumed)[0] for _ in range(4)] == [
+            batch for batch, _ in batches[step : step + 4]
+        ]
 
 
 # ---- whole runs of MaxText, each in a process of its own
-needs_maxtext = [pytest.mark.slow, pytest.mark.skipif(not HAS_MAXTEXT, reason="needs the package maxtext")]
+needs_maxtext = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_MAXTEXT, reason="needs the package maxtext"),
+]
 MODEL = shlex.split("""
     run_name=run hardware=cpu skip_jax_distributed_system=true enable_goodput_recording=false monitor_goodput=false
     enable_checkpoint_cloud_logger=false jax_cache_dir= log_period=1 base_emb_dim=8 base_num_query_heads=4 base_num_kv_heads=4
@@ -163,9 +241,23 @@ MODEL = shlex.split("""
     dtype=float32 weight_dtype=float32 steps=26 learning_rate_schedule_steps=26 enable_rampup_batch_size=true
     tokenize_train_data=false packing=false num_epoch=10 grain_worker_count=0 enable_checkpointing=false
 """)
-CHECKPOINTS = {"enable_checkpointing": "true", "checkpoint_period": 5, "async_checkpointing": "false"}
-EXPERTS = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "megablox": "false"}
-EXPERTS |= {"sparse_matmul": "false", "capacity_factor": -1, "load_balance_loss_weight": 0.01}
+CHECKPOINTS = {
+    "enable_checkpointing": "true",
+    "checkpoint_period": 5,
+    "async_checkpointing": "false",
+}
+EXPERTS = {
+    "decoder_block": "mixtral",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 32,
+    "megablox": "false",
+}
+EXPERTS |= {
+    "sparse_matmul": "false",
+    "capacity_factor": -1,
+    "load_balance_loss_weight": 0.01,
+}
 # Runs MaxText, with the adapter or without, as one of several processes or alone, and dies before a step.
 PROGRAM = """
 import os, signal, sys
@@ -203,7 +295,12 @@ def folder(tmp_path_factory):
     """Return a folder with an ArrayRecord file of rows with 4 to 32 tokens."""
     folder = tmp_path_factory.mktemp("maxtext")
     environ = os.environ | {"DECOUPLE_GCLOUD": "TRUE"}
-    subprocess.run([sys.executable, "-c", ROWS, folder / "rows.array_record"], env=environ, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", ROWS, folder / "rows.array_record"],
+        env=environ,
+        check=True,
+        capture_output=True,
+    )
     return folder
 
 
@@ -217,10 +314,28 @@ def train(folder, name, keys, *, own=False, devices=1, dies_at=-1, processes=1):
         "grain_train_files": folder / "rows.array_record",
         "tokenizer_path": f"{package}/assets/tokenizers/tokenizer.llama2",
     }
-    settings = [f"{key}={value}" for key, value in {"dataset_type": "grain", **files, **keys}.items()]
-    command = [sys.executable, "-c", PROGRAM, f"{package}/configs/base.yml", *MODEL, *settings]
-    environ = os.environ | {"DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"}
-    environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "TEST_OWN": str(own), "TEST_DIES_AT": str(dies_at)}
+    settings = [
+        f"{key}={value}"
+        for key, value in {"dataset_type": "grain", **files, **keys}.items()
+    ]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        f"{package}/configs/base.yml",
+        *MODEL,
+        *settings,
+    ]
+    environ = os.environ | {
+        "DECOUPLE_GCLOUD": "TRUE",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_LOG_COMPILES": "1",
+    }
+    environ |= {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "TEST_OWN": str(own),
+        "TEST_DIES_AT": str(dies_at),
+    }
     outputs = [folder / f"{name}.{process}.log" for process in range(processes)]
     files["metrics_file"].unlink(missing_ok=True)
     started = []
@@ -228,12 +343,23 @@ def train(folder, name, keys, *, own=False, devices=1, dies_at=-1, processes=1):
         if processes > 1:
             environ |= {"TEST_ADDRESS": address, "TEST_PROCESS": str(process)}
         with output.open("w") as log:
-            started.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
+            started.append(
+                subprocess.Popen(
+                    command, env=environ, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
     codes = [process.wait(timeout=900) for process in started]
     printed = outputs[0].read_text()
     assert codes == [0 if dies_at < 0 else -signal.SIGKILL] * processes, printed[-3000:]
-    metrics = {int(line["step"]): line for line in map(json.loads, files["metrics_file"].read_text().splitlines())}
-    return metrics, printed.count("Finished XLA compilation of jit(train_step)"), printed
+    metrics = {
+        int(line["step"]): line
+        for line in map(json.loads, files["metrics_file"].read_text().splitlines())
+    }
+    return (
+        metrics,
+        printed.count("Finished XLA compilation of jit(train_step)"),
+        printed,
+    )
 
 
 def losses(metrics):
@@ -241,13 +367,20 @@ def losses(metrics):
     return {step: line["learning/loss"] for step, line in metrics.items()}
 
 
-def check_equal(metrics, expected, tolerance=1e-6, names=("learning/loss", "learning/raw_grad_norm")):
+def check_equal(
+    metrics, expected, tolerance=1e-6, names=("learning/loss", "learning/raw_grad_norm")
+):
     """Compare the tokens of every step, and its loss and gradient norm."""
     assert set(metrics) == set(expected)
     for step, line in metrics.items():
-        assert line["learning/total_weights"] == expected[step]["learning/total_weights"]
+        assert (
+            line["learning/total_weights"] == expected[step]["learning/total_weights"]
+        )
         for name in names:
-            assert line[name] == pytest.approx(expected[step][name], rel=tolerance), (step, name)
+            assert line[name] == pytest.approx(expected[step][name], rel=tolerance), (
+                step,
+                name,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +421,14 @@ class TestRuns:
     @pytest.mark.parametrize("design", ["loop", "accumulate"])
     def test_both_designs_on_a_mesh(self, folder, maxtexts, design):
         """On data 2 and fsdp 2, with batches that do not fill their microbatches, both designs have MaxText's losses."""
-        mesh = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "gradient_accumulation_steps": 2}
-        mesh |= sizes(0.25, 0.25, 1) | {"shard_mode": "explicit" if design == "loop" else "auto"}
+        mesh = {
+            "ici_data_parallelism": 2,
+            "ici_fsdp_parallelism": 2,
+            "gradient_accumulation_steps": 2,
+        }
+        mesh |= sizes(0.25, 0.25, 1) | {
+            "shard_mode": "explicit" if design == "loop" else "auto"
+        }
         metrics, compilations, printed = train(folder, design, RAMP | mesh, devices=4)
         assert compilations == 1
         assert f"design {design}: " in printed
@@ -308,7 +447,9 @@ class TestRuns:
         own = OWN | mesh | sizes(1, 1, 4)
         expected, _, _ = train(folder, "two-own", own, own=True, processes=2)
         keys = RAMP | mesh | sizes(0.25, 0.25, 1) | CHECKPOINTS
-        before, compilations, printed = train(folder, "two", keys, processes=2, dies_at=13)
+        before, compilations, printed = train(
+            folder, "two", keys, processes=2, dies_at=13
+        )
         assert compilations == 1
         assert "design accumulate: " in printed
         after, _, _ = train(folder, "two", keys, processes=2)
@@ -316,12 +457,26 @@ class TestRuns:
 
     def test_the_guides_command(self, folder):
         """The command of the guide runs, and prints the plan that the guide shows."""
-        page = (Path(__file__).parents[2] / "docs" / "guides" / "in_maxtext.md").read_text()
+        page = (
+            Path(__file__).parents[2] / "docs" / "guides" / "in_maxtext.md"
+        ).read_text()
         (command,) = re.findall(r"^```bash\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-        environ = os.environ | {"PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])}
-        result = subprocess.run(["bash", "-ec", command], cwd=folder, env=environ, capture_output=True, text=True)
+        environ = os.environ | {
+            "PATH": os.pathsep.join(
+                [os.path.dirname(sys.executable), os.environ["PATH"]]
+            )
+        }
+        result = subprocess.run(
+            ["bash", "-ec", command],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
         assert result.returncode == 0, result.stderr[-3000:]
-        (plan,) = re.findall(r"^from step.*?reduction to save\n", page, re.DOTALL | re.MULTILINE)
+        (plan,) = re.findall(
+            r"^from step.*?reduction to save\n", page, re.DOTALL | re.MULTILINE
+        )
         assert plan in result.stdout
         assert "completed step: 25" in result.stderr
 
@@ -333,8 +488,12 @@ class TestMaxTextsOwnRamp:
 
     def test_other_sizes_than_configured(self, folder, maxtexts):
         """With accumulation, batches lack its factor: 16 samples are 4, and half a sample per device is none."""
-        metrics, _, _ = train(folder, "few", RAMP | sizes(4, 4, 8) | {"steps": 1}, own=True)
-        assert metrics[0]["learning/total_weights"] == sum(maxtexts[step]["learning/total_weights"] for step in (0, 1))
+        metrics, _, _ = train(
+            folder, "few", RAMP | sizes(4, 4, 8) | {"steps": 1}, own=True
+        )
+        assert metrics[0]["learning/total_weights"] == sum(
+            maxtexts[step]["learning/total_weights"] for step in (0, 1)
+        )
         metrics, _, _ = train(folder, "none", RAMP | {"steps": 4}, own=True)
         assert [line["learning/total_weights"] for line in metrics.values()] == [0] * 4
         assert set(losses(metrics).values()) == {0}
@@ -345,4 +504,6 @@ class TestMaxTextsOwnRamp:
         train(folder, "own-killed", keys, own=True, dies_at=13)
         after, _, _ = train(folder, "own-killed", keys, own=True)
         expected = losses(maxtexts)
-        assert any(abs(loss - expected[step]) > 1e-3 for step, loss in losses(after).items())
+        assert any(
+            abs(loss - expected[step]) > 1e-3 for step, loss in losses(after).items()
+        )

@@ -78,8 +78,18 @@ json.dump({"first": first, "losses": Losses.losses, "evals": Losses.evals, "weig
 
 def run(command, devices):
     """Run Python in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def train(tmp_path, name, folder, kill_at=-1):
@@ -87,7 +97,9 @@ def train(tmp_path, name, folder, kill_at=-1):
     out = tmp_path / name
     command = ["-c", PROGRAM, str(out), str(tmp_path / folder), str(kill_at)]
     done = run(command, devices=2)
-    assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr[-3000:]
+    assert done.returncode == (0 if kill_at < 0 else -signal.SIGKILL), done.stderr[
+        -3000:
+    ]
     return json.loads(out.read_text()) if kill_at < 0 else None
 
 
@@ -95,14 +107,23 @@ def test_a_ramp_is_one_executable_and_resumes_bit_for_bit(tmp_path):
     """Three batch sizes; killed in the middle of an accumulation and resumed, with the same losses, evaluations and weights."""
     whole = train(tmp_path, "whole.json", "one")
     # 6 steps of 1 microbatch, 4 of 2 and 4 of 4; 2 devices with 4 rows each.
-    assert (whole["steps"], whole["microbatches"], whole["compiled"]) == (14, 6 + 8 + 16, 1)
+    assert (whole["steps"], whole["microbatches"], whole["compiled"]) == (
+        14,
+        6 + 8 + 16,
+        1,
+    )
     assert len(whole["losses"]) == 30
     assert whole["losses"]["30"] < whole["losses"]["1"]
     train(tmp_path, "killed.json", "two", kill_at=18)
     resumed = train(tmp_path, "resumed.json", "two")
-    assert (resumed["first"], resumed["compiled"]) == (16, 1)  # microbatch 2 of 4 of step 10
+    assert (resumed["first"], resumed["compiled"]) == (
+        16,
+        1,
+    )  # microbatch 2 of 4 of step 10
     assert len(resumed["losses"]) == 14
-    assert resumed["losses"] == {step: loss for step, loss in whole["losses"].items() if int(step) > 16}
+    assert resumed["losses"] == {
+        step: loss for step, loss in whole["losses"].items() if int(step) > 16
+    }
     assert resumed["evals"][1:] == whole["evals"][2:]
     assert resumed["weights"] == whole["weights"]
 
@@ -110,7 +131,10 @@ def test_a_ramp_is_one_executable_and_resumes_bit_for_bit(tmp_path):
 def test_the_example_of_the_guide_runs_and_resumes(tmp_path):
     """The file trains 60 steps; started again with its folder, it has nothing left to do."""
     for _ in range(2):
-        done = run([str(ROOT / "docs" / "examples" / "tunix_ramp.py"), str(tmp_path)], devices=1)
+        done = run(
+            [str(ROOT / "docs" / "examples" / "tunix_ramp.py"), str(tmp_path)],
+            devices=1,
+        )
         assert done.stdout.splitlines()[-1] == "280 microbatches, 60 optimizer steps"
 
 
@@ -126,14 +150,26 @@ def test_what_would_train_otherwise_than_the_plan_is_refused():
     from rampup.integrations.tunix import locate, num_microbatches, prepare
 
     def plan_of(schedule):
-        return rampup.build_plan(rampup.Config(batch_size_schedule=schedule, steps=14, microbatch_size=4), 1)
+        return rampup.build_plan(
+            rampup.Config(batch_size_schedule=schedule, steps=14, microbatch_size=4), 1
+        )
 
     def trainer(tx, **config):
         options = peft_trainer.TrainingConfig(eval_every_n_steps=99, **config)
         return peft_trainer.PeftTrainer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tx, options)
 
-    plan, mesh, tx = plan_of("0:4 24:8"), rampup.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
-    assert [locate(plan, number) for number in (0, 5, 6, 7, 21)] == [(0, 0), (5, 0), (6, 0), (6, 1), (13, 1)]
+    plan, mesh, tx = (
+        plan_of("0:4 24:8"),
+        rampup.make_mesh(devices=jax.devices()[:1]),
+        optax.sgd(0.1),
+    )
+    assert [locate(plan, number) for number in (0, 5, 6, 7, 21)] == [
+        (0, 0),
+        (5, 0),
+        (6, 0),
+        (6, 1),
+        (13, 1),
+    ]
     assert num_microbatches(plan) == 22
     mine = rampup.multi_steps(tx, plan)
     for words, made in [
@@ -146,5 +182,7 @@ def test_what_would_train_otherwise_than_the_plan_is_refused():
             prepare(made, [], plan, mesh)
     resumed = trainer(mine)
     resumed._iter_steps = 7
-    with pytest.raises(ResumeMismatchError, match="but this plan is at step 6, microbatch 1;"):
+    with pytest.raises(
+        ResumeMismatchError, match="but this plan is at step 6, microbatch 1;"
+    ):
         prepare(resumed, [], plan, mesh)

@@ -22,13 +22,21 @@ pytestmark = [pytest.mark.usefixtures("optimized"), pytest.mark.slow]
 
 AUTO = tiny.AUTO | {"checkpoint_period": 7}
 # A run whose batch, rate and constants of AdamW follow its noise, to the end of a budget of 600 samples.
-BUDGET = AUTO | {"train_tokens": 600 * 16, "auto_max_waste": 0.5, "opt_type": "adamw", "batch_scaling": "complete"}
+BUDGET = AUTO | {
+    "train_tokens": 600 * 16,
+    "auto_max_waste": 0.5,
+    "opt_type": "adamw",
+    "batch_scaling": "complete",
+}
 BUDGET |= {"warmup_steps_fraction": 0.1, "shard_optimizer_over_data": True}
 
 
 def run(folder, keys=BUDGET, on_event=ignore_event, **changes):
     """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
-    summary = train(Config(base_output_directory=str(folder), run_name="run", **(keys | changes)), on_event)
+    summary = train(
+        Config(base_output_directory=str(folder), run_name="run", **(keys | changes)),
+        on_event,
+    )
     return summary, metrics_of(folder / "run")
 
 
@@ -46,9 +54,14 @@ def test_auto_schedule_grows_the_batch(whole):
     assert (sizes[0], sizes[-1], summary.num_compilations) == (8, 32, 1)
     assert 600 <= summary.consumed_samples == lines[-1]["consumed_samples"] < 600 + 32
     for before, after in itertools.pairwise(lines):
-        assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
+        assert after["global_batch_size"] == before.get(
+            "next_global_batch_size", before["global_batch_size"]
+        )
     saved = find_checkpoint(folder / "run" / "checkpoints")
-    assert " ".join(f"{sample}:{size}" for _, sample, size in saved.record[RAMP_ROWS]) == summary.batch_size_schedule
+    assert (
+        " ".join(f"{sample}:{size}" for _, sample, size in saved.record[RAMP_ROWS])
+        == summary.batch_size_schedule
+    )
 
 
 def test_auto_schedule_scales_the_learning_rate(whole):
@@ -57,18 +70,32 @@ def test_auto_schedule_scales_the_learning_rate(whole):
         size = line["global_batch_size"]
         done = (line["consumed_samples"] - size) / 600
         decay = 0.1 + 0.9 * (1 + math.cos(math.pi * (done - 0.1) / 0.9)) / 2
-        assert line["learning_rate"] == pytest.approx(1e-4 * math.sqrt(size / 32) * min(done / 0.1, decay))
+        assert line["learning_rate"] == pytest.approx(
+            1e-4 * math.sqrt(size / 32) * min(done / 0.1, decay)
+        )
 
 
 def test_auto_schedule_is_replayed(tmp_path):
     """The printed schedule gives the same batches, rates and losses, with a rate that does not depend on the last batch."""
     constant = BUDGET | {"lr_schedule_type": "constant", "warmup_steps_fraction": 0.0}
     summary, lines = run(tmp_path / "auto", constant)
-    keys = {"batch_size_schedule": summary.batch_size_schedule, "measure_gradient_noise": False}
-    own = {name: value for name, value in constant.items() if not name.startswith(("per_device", "gradient_noise", "auto"))}
+    keys = {
+        "batch_size_schedule": summary.batch_size_schedule,
+        "measure_gradient_noise": False,
+    }
+    own = {
+        name: value
+        for name, value in constant.items()
+        if not name.startswith(("per_device", "gradient_noise", "auto"))
+    }
     _, replayed = run(tmp_path / "planned", own, **keys)
     for line, other in zip(lines, replayed, strict=True):
-        for name in ("global_batch_size", "consumed_samples", "microbatch_size", "learning_rate"):
+        for name in (
+            "global_batch_size",
+            "consumed_samples",
+            "microbatch_size",
+            "learning_rate",
+        ):
             assert line[name] == other[name]
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
@@ -76,7 +103,11 @@ def test_auto_schedule_is_replayed(tmp_path):
 def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     """A run that dies at and after its decisions continues as one that never did, and a finished one does nothing."""
     summary, lines, folder = whole
-    first, second = (line["step"] for line in lines if line.get("next_global_batch_size", 8) > line["global_batch_size"])
+    first, second = (
+        line["step"]
+        for line in lines
+        if line.get("next_global_batch_size", 8) > line["global_batch_size"]
+    )
     for step in (first, second + 2):
 
         def die(event, step=step):
@@ -88,26 +119,40 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     final, _ = run(tmp_path)
     assert final.batch_size_schedule == summary.batch_size_schedule
     assert first < final.resumed_from < final.steps
-    assert_same_run(tmp_path / "run", folder / "run", summary.steps, files=("metrics.jsonl",))
+    assert_same_run(
+        tmp_path / "run", folder / "run", summary.steps, files=("metrics.jsonl",)
+    )
     again, _ = run(tmp_path)
     assert (again.resumed_from, again.steps) == (summary.steps, summary.steps)
     # A larger budget continues, with a schedule that no number of steps describes.
     changes = []
     longer, _ = run(tmp_path, on_event=changes.append, train_tokens=700 * 16)
     assert 700 <= longer.consumed_samples < 700 + 32
-    assert [event.schedule_steps for event in changes if isinstance(event, LearningRateChanged)] == [None]
+    assert [
+        event.schedule_steps
+        for event in changes
+        if isinstance(event, LearningRateChanged)
+    ] == [None]
 
 
 def test_auto_schedule_advises_without_changing_a_bit(tmp_path):
     """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
-    steps = AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "auto_schedule": "advise"}
+    steps = AUTO | {
+        "steps": 40,
+        "learning_rate_schedule_steps": 40,
+        "auto_schedule": "advise",
+    }
     run(tmp_path / "advised", steps, steps=23)
     summary, lines = run(tmp_path / "advised", steps)
     left_out = ("batch_size_schedule", "per_device_batch_size_start", "auto_schedule")
     own = {name: value for name, value in steps.items() if name not in left_out}
     _, plain = run(tmp_path, own, per_device_batch_size=1)
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
-    advised = [line["advised_global_batch_size"] for line in lines if "advised_global_batch_size" in line]
+    advised = [
+        line["advised_global_batch_size"]
+        for line in lines
+        if "advised_global_batch_size" in line
+    ]
     assert advised[-1] > 8
     assert {line["global_batch_size"] for line in lines} == {8}
     assert summary.batch_size_schedule.startswith("0:8 ")
@@ -121,21 +166,37 @@ def test_critical_branches_from_the_batch_that_has_grown(whole):
     size = int(summary.batch_size_schedule.split(":")[-1])
     assert branches.window.sizes == (size, 2 * size)
     assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
-    assert branches.run_plan.position(summary.steps).consumed_samples == sum(line["global_batch_size"] for line in lines)
+    assert branches.run_plan.position(summary.steps).consumed_samples == sum(
+        line["global_batch_size"] for line in lines
+    )
 
 
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
     """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
     # With one layer, the compiler joins other operations in a program that measures.
-    keys = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 5, "learning_rate_schedule_steps": 12}
+    keys = TINY | {
+        "base_num_decoder_layers": 2,
+        "checkpoint_period": 5,
+        "learning_rate_schedule_steps": 12,
+    }
     keys |= {"measure_gradient_noise": True, "gradient_noise_half_life_samples": 100}
     _, lines = run(tmp_path / "whole", keys)
     noise = NoiseScale(half_life_samples=100)
     for line in lines:
         weight = line["global_batch_size"] * 16.0
-        trace, squared_norm = line["gradient_noise_trace"], line["gradient_squared_norm"]
-        noise.update(samples=line["global_batch_size"], weight=weight, trace=trace, squared_norm=squared_norm)
-        assert {name: line[name] for name in noise.metrics()} == pytest.approx(noise.metrics())
+        trace, squared_norm = (
+            line["gradient_noise_trace"],
+            line["gradient_squared_norm"],
+        )
+        noise.update(
+            samples=line["global_batch_size"],
+            weight=weight,
+            trace=trace,
+            squared_norm=squared_norm,
+        )
+        assert {name: line[name] for name in noise.metrics()} == pytest.approx(
+            noise.metrics()
+        )
     assert {f"adam_{name}" for name in noise.metrics()} <= lines[0].keys()
     assert lines[-1]["noise_scale_samples_low"] is not None
     run(tmp_path / "stopped", keys, steps=7)
@@ -152,8 +213,15 @@ def test_gradient_noise_chooses_a_microbatch_or_is_refused():
     plan = build_plan(Config(measure_gradient_noise=True), 1)
     assert plan.ramp.sizes == (2, 4, 6, 8)
     assert [split.num_microbatches for split in plan.splits] == [2, 4, 6, 8]
-    assert build_plan(Config(measure_gradient_noise=True), 2).splits == build_plan(Config(), 2).splits
-    stages = {"logits_via_embedding": True, "ici_pipeline_parallelism": 2, "num_pipeline_repeats": 2}
+    assert (
+        build_plan(Config(measure_gradient_noise=True), 2).splits
+        == build_plan(Config(), 2).splits
+    )
+    stages = {
+        "logits_via_embedding": True,
+        "ici_pipeline_parallelism": 2,
+        "num_pipeline_repeats": 2,
+    }
     for keys, devices, message in (
         ({"microbatch_size": 2}, 1, r"phase 0.*set microbatch_size=1"),
         ({"per_device_batch_size": 1}, 1, "one block"),

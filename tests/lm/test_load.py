@@ -21,14 +21,22 @@ from rampup.lm.train import learning_rate, optimizer
 from rampup.loop.events import StepDone
 
 # The program of test_train.py, from the compilation cache.
-SHORT = TINY | {"steps": 6, "learning_rate_schedule_steps": 40, "checkpoint_period": 3, "eval_interval": 3, "eval_steps": 1}
+SHORT = TINY | {
+    "steps": 6,
+    "learning_rate_schedule_steps": 40,
+    "checkpoint_period": 3,
+    "eval_interval": 3,
+    "eval_steps": 1,
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder of a trained run."""
     folder = tmp_path_factory.mktemp("runs")
-    rampup.train(rampup.Config(**SHORT, base_output_directory=str(folder), run_name="demo"))
+    rampup.train(
+        rampup.Config(**SHORT, base_output_directory=str(folder), run_name="demo")
+    )
     return folder / "demo"
 
 
@@ -37,16 +45,31 @@ def test_load_returns_config_model_params_and_state(run):
     assert rampup.load(run / "checkpoints" / "3").step == 3
     loaded = rampup.load(run / "checkpoints")
     assert loaded.folder == rampup.load(str(run)).folder == run / "checkpoints" / "6"
-    assert repr(loaded).startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
-    assert repr(loaded).endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")
+    assert repr(loaded).startswith(
+        f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, "
+    )
+    assert repr(loaded).endswith(
+        " more>, state=TrainState, config=Config, model=LanguageModel)"
+    )
     assert loaded.step == int(loaded.state.step) == 6
     assert loaded.config.base_emb_dim == 16
     assert loaded.params is loaded.state.params
     # The optimizer's state has the types of Optax: another update works.
-    tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
-    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
+    tx = optimizer(
+        loaded.config,
+        learning_rate(
+            loaded.config, rampup.build_plan(loaded.config, jax.device_count())
+        ),
+    )
+    updates, _ = jax.jit(tx.update)(
+        jax.tree.map(jnp.ones_like, loaded.params),
+        loaded.state.opt_state,
+        loaded.params,
+    )
     assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
-    logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
+    logits = jax.jit(loaded.model.logits)(
+        loaded.params, jnp.asarray([list(b"def main")])
+    )
     assert logits.shape == (1, 8, 256)
     assert np.isfinite(np.asarray(logits)).all()
 
@@ -54,10 +77,14 @@ def test_load_returns_config_model_params_and_state(run):
 def test_plain_orbax_restores_the_checkpoint(run):
     """Without rampup: a composite with `state` and `record`, and the same parameters as `rampup.load` returns."""
     with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(), record=ocp.args.JsonRestore())
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardRestore(), record=ocp.args.JsonRestore()
+        )
         restored = manager.restore(manager.latest_step(), args=arguments)
     assert (int(restored.state["step"]), restored.record["step"]) == (6, 6)
-    jax.tree.map(np.testing.assert_array_equal, restored.state["params"], rampup.load(run).params)
+    jax.tree.map(
+        np.testing.assert_array_equal, restored.state["params"], rampup.load(run).params
+    )
 
 
 def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
@@ -71,8 +98,12 @@ def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
         rampup.load(copy / "checkpoints" / "6")
     assert rampup.load(copy).step == 3
     text = (copy / "config.yml").read_text()
-    (copy / "config.yml").write_text(text.replace("base_emb_dim: 16", "base_emb_dim: 32"))
-    with pytest.raises(ResumeMismatchError, match="base_emb_dim: 16 in the checkpoint, 32 there") as caught:
+    (copy / "config.yml").write_text(
+        text.replace("base_emb_dim: 16", "base_emb_dim: 32")
+    )
+    with pytest.raises(
+        ResumeMismatchError, match="base_emb_dim: 16 in the checkpoint, 32 there"
+    ) as caught:
         rampup.load(copy)
     assert caught.value.key == "base_emb_dim"
 
@@ -80,23 +111,46 @@ def test_load_refuses_what_is_missing_damaged_or_edited(run, tmp_path):
 def test_generate_samples_text(run):
     """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one. Options have ranges."""
     loaded = rampup.load(run)
-    assert loaded.generate("def f(", 24, seed=1) == loaded.generate("def f(", 24, seed=1)
+    assert loaded.generate("def f(", 24, seed=1) == loaded.generate(
+        "def f(", 24, seed=1
+    )
     tokens, logits = list(b"def f("), jax.jit(loaded.model.logits)
     for _ in range(24):
         window = tokens[-16:]
         # What follows a token does not change its logits, so that one shape is enough.
         padded = jnp.asarray([window + [0] * (16 - len(window))])
         tokens.append(int(logits(loaded.params, padded)[0, len(window) - 1].argmax()))
-    assert loaded.generate("def f(", 24, temperature=0) == bytes(tokens[6:]).decode(errors="replace")
-    assert loaded.generate("def f(", 24, top_k=1) == loaded.generate("def f(", 24, temperature=0)
-    for wrong in ({"num_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_k": 257}, {"seed": -1}):
+    assert loaded.generate("def f(", 24, temperature=0) == bytes(tokens[6:]).decode(
+        errors="replace"
+    )
+    assert loaded.generate("def f(", 24, top_k=1) == loaded.generate(
+        "def f(", 24, temperature=0
+    )
+    for wrong in (
+        {"num_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": 0},
+        {"top_k": 257},
+        {"seed": -1},
+    ):
         with pytest.raises(ConfigError, match="must be"):
             loaded.generate("a", **wrong)
 
 
-def test_generate_command_takes_any_bytes_and_prints_on_any_output(run, monkeypatch, capsys):
+def test_generate_command_takes_any_bytes_and_prints_on_any_output(
+    run, monkeypatch, capsys
+):
     """One JSON object with the text, or the prompt and its continuation; a prompt that is not UTF-8, on an output of ASCII."""
-    command = ["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]
+    command = [
+        "generate",
+        str(run),
+        "--prompt",
+        "def f",
+        "--tokens",
+        "5",
+        "--temperature",
+        "0",
+    ]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompt"], found["step"], found["seed"]) == ("def f", 6, 0)
@@ -104,12 +158,26 @@ def test_generate_command_takes_any_bytes_and_prints_on_any_output(run, monkeypa
     assert capsys.readouterr().out == f"def f{found['text']}\n"
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
-    assert main(["generate", str(run), "--tokens", "6", "--prompt", os.fsdecode(b"\xff\xe9")]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(run),
+                "--tokens",
+                "6",
+                "--prompt",
+                os.fsdecode(b"\xff\xe9"),
+            ]
+        )
+        == 0
+    )
     output.flush()
     assert output.buffer.getvalue().startswith(rb"\udcff\udce9")
 
 
-def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monkeypatch):
+def test_an_unnamed_run_is_resumed_by_the_printed_command(
+    tmp_path, capsys, monkeypatch
+):
     """After Ctrl-C, the command that is printed resumes the run; its config.yml has the run's real name."""
     from rampup.show import progress
 
@@ -117,12 +185,27 @@ def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monk
 
     def stop(self, event):
         show(self, event)
-        if isinstance(event, StepDone) and event.step == 1 and not list(tmp_path.glob("*/checkpoints/*")):
+        if (
+            isinstance(event, StepDone)
+            and event.step == 1
+            and not list(tmp_path.glob("*/checkpoints/*"))
+        ):
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(progress.TrainProgress, "__call__", stop)
-    assert main(["train", "base.yml", *command_line(SHORT | {"base_output_directory": tmp_path})]) == 130
-    command = next(line for line in capsys.readouterr().out.splitlines() if "resume with: " in line).partition("with: ")[2]
+    assert (
+        main(
+            [
+                "train",
+                "base.yml",
+                *command_line(SHORT | {"base_output_directory": tmp_path}),
+            ]
+        )
+        == 130
+    )
+    command = next(
+        line for line in capsys.readouterr().out.splitlines() if "resume with: " in line
+    ).partition("with: ")[2]
     (folder,) = tmp_path.iterdir()
     assert rampup.load_config(folder / "config.yml").run_name == folder.name
     assert command == f"rampup train {folder}"
@@ -137,7 +220,10 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
     moved = shutil.copytree(run, tmp_path / "moved")
     assert main(["train", str(moved), "steps=7", "--json", "--quiet"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["steps"], found["checkpoint"]) == (7, str(moved / "checkpoints" / "7"))
+    assert (found["steps"], found["checkpoint"]) == (
+        7,
+        str(moved / "checkpoints" / "7"),
+    )
     assert found["seconds"] > 0
     assert main(["train", str(moved), "run_name=x"]) == 2
     assert "keeps its folder" in capsys.readouterr().err

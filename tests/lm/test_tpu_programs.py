@@ -24,9 +24,25 @@ pytestmark = [pytest.mark.tpu_compile, pytest.mark.slow]
 MIB = 2**20
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SMALL = [
-    *("base_emb_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=4", "base_num_kv_heads=2", "base_mlp_dim=1024"),
-    *("max_target_length=512", "dtype=bfloat16", "remat_policy=full", "eval_interval=-1"),
-    *("per_device_batch_size=2", "enable_rampup_batch_size=false", "microbatch_size=1", "dataset_type=synthetic"),
+    *(
+        "base_emb_dim=512",
+        "base_num_decoder_layers=2",
+        "base_num_query_heads=4",
+        "base_num_kv_heads=2",
+        "base_mlp_dim=1024",
+    ),
+    *(
+        "max_target_length=512",
+        "dtype=bfloat16",
+        "remat_policy=full",
+        "eval_interval=-1",
+    ),
+    *(
+        "per_device_batch_size=2",
+        "enable_rampup_batch_size=false",
+        "microbatch_size=1",
+        "dataset_type=synthetic",
+    ),
 ]
 
 
@@ -35,25 +51,41 @@ def compile_step(config, topology):
     topology = Topology.parse(topology)
     config = dataclasses.replace(config, num_slices=topology.num_slices)
     plan = build_plan(config, topology.num_devices)
-    setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes, topology_devices(topology)))
-    source = SyntheticRows(1, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
+    setup = TrainSetup.from_config(
+        config, plan, make_mesh(plan.axes, topology_devices(topology))
+    )
+    source = SyntheticRows(
+        1, sequence_length=config.max_target_length, vocab_size=config.vocab_size
+    )
     row = jax.tree.map(lambda x: x[0], source.read(np.arange(1)))
-    return compile_for(setup.step.lower(setup.state_shapes(), row, plan.splits[0]), kind=topology.chip.name), setup
+    return compile_for(
+        setup.step.lower(setup.state_shapes(), row, plan.splits[0]),
+        kind=topology.chip.name,
+    ), setup
 
 
 def collectives(compiled, setup):
     """Return the collectives of the program."""
-    account = account_of(Program(compiled.as_text()), tuple((str(name), size) for name, size in setup.mesh.shape.items()))
+    account = account_of(
+        Program(compiled.as_text()),
+        tuple((str(name), size) for name, size in setup.mesh.shape.items()),
+    )
     return account.collectives
 
 
 def small(*keys):
     """Return a small configuration with these settings."""
     names = {key.partition("=")[0] for key in keys}
-    return load_config(CONFIGS / "base.yml", [*keys, *(key for key in SMALL if key.partition("=")[0] not in names)])
+    return load_config(
+        CONFIGS / "base.yml",
+        [*keys, *(key for key in SMALL if key.partition("=")[0] not in names)],
+    )
 
 
-@pytest.mark.parametrize(("name", "topology", "rows"), [("llama_1b_v5e", "v5e:4x4", 2), ("llama_8b_v5p", "v5p:4x4x4", 4)])
+@pytest.mark.parametrize(
+    ("name", "topology", "rows"),
+    [("llama_1b_v5e", "v5e:4x4", 2), ("llama_8b_v5p", "v5p:4x4x4", 4)],
+)
 def test_llama_configurations_fit_their_topology(name, topology, rows):
     """Each compiles, with the microbatch that its comment promises, within the memory of a chip and in under five minutes."""
     config = load_config(CONFIGS / f"{name}.yml")
@@ -69,10 +101,20 @@ def test_llama_configurations_fit_their_topology(name, topology, rows):
 
 def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
     """In the loop, rows of the embedding travel and not the table, and attention is a kernel."""
-    compiled, setup = compile_step(small("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "vocab_size=4096"), "v6e:2x2")
-    inside = [c for c in collectives(compiled, setup) if c.in_loop and not c.has_numbers_only]
+    compiled, setup = compile_step(
+        small("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "vocab_size=4096"),
+        "v6e:2x2",
+    )
+    inside = [
+        c for c in collectives(compiled, setup) if c.in_loop and not c.has_numbers_only
+    ]
     assert {c.kind for c in inside} >= {"all-gather", "all-to-all"}
-    gathered = [math.prod(dims) for c in inside if c.kind == "all-gather" for _, dims in c.shapes]
+    gathered = [
+        math.prod(dims)
+        for c in inside
+        if c.kind == "all-gather"
+        for _, dims in c.shapes
+    ]
     # The output matrix, in the forward and in the backward pass, is as large as the embedding.
     assert gathered.count(4096 * 512) <= 2
     assert "tpu_custom_call" in compiled.as_text()
@@ -80,7 +122,13 @@ def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
 
 def test_fsdp_scatters_gradients_over_the_sides_of_a_torus():
     """Over all chips of a 4x4 slice, this compiler would reduce each gradient whole. Over one side at a time, it does not."""
-    sizes = ["base_emb_dim=1024", "base_mlp_dim=4096", "base_num_query_heads=8", "base_num_kv_heads=8", "vocab_size=8192"]
+    sizes = [
+        "base_emb_dim=1024",
+        "base_mlp_dim=4096",
+        "base_num_query_heads=8",
+        "base_num_kv_heads=8",
+        "vocab_size=8192",
+    ]
     sizes += ["ici_data_parallelism=1", "ici_fsdp_parallelism=16"]
     compiled, setup = compile_step(small(*sizes), "v5e:4x4")
     moved = [c for c in collectives(compiled, setup) if not c.has_numbers_only]
@@ -90,14 +138,27 @@ def test_fsdp_scatters_gradients_over_the_sides_of_a_torus():
     assert {c.group_size for c in scattered} == {4}
     # Those of a layer's seven matrices and of the head, twice each.
     assert len(scattered) >= 16
-    whole = [c for c in scattered if any(o.num_bytes * 4 == c.num_bytes for o in scattered)]
+    whole = [
+        c for c in scattered if any(o.num_bytes * 4 == c.num_bytes for o in scattered)
+    ]
     assert len(whole) >= 8
 
 
 def test_gradient_noise_needs_no_more_memory_products_or_collectives():
     """Squares are added up where a gradient is added to its sum, and Adam's second moments are not copied for the loop."""
-    sizes = ["base_emb_dim=1024", "base_mlp_dim=4096", "base_num_query_heads=8", "base_num_kv_heads=8", "vocab_size=4096"]
-    sizes += ["base_num_decoder_layers=4", "max_target_length=256", "per_device_batch_size=64", "microbatch_size=4"]
+    sizes = [
+        "base_emb_dim=1024",
+        "base_mlp_dim=4096",
+        "base_num_query_heads=8",
+        "base_num_kv_heads=8",
+        "vocab_size=4096",
+    ]
+    sizes += [
+        "base_num_decoder_layers=4",
+        "max_target_length=256",
+        "per_device_batch_size=64",
+        "microbatch_size=4",
+    ]
     found = []
     for measures in ("false", "true"):
         config = small(*sizes, f"measure_gradient_noise={measures}")
@@ -105,7 +166,14 @@ def test_gradient_noise_needs_no_more_memory_products_or_collectives():
         account = account_of(Program(compiled.as_text()))
         kinds = sorted((c.kind, c.in_loop) for c in account.collectives)
         memory = program_memory(compiled)
-        found.append((kinds, account.total_flops(setup.step.loop_trips(setup.plan.splits[0])), memory.temporary, memory.total))
+        found.append(
+            (
+                kinds,
+                account.total_flops(setup.step.loop_trips(setup.plan.splits[0])),
+                memory.temporary,
+                memory.total,
+            )
+        )
     (*off, temporary, total), (*on, more, all_more) = found
     assert on == off
     assert more <= 1.01 * temporary

@@ -18,19 +18,38 @@ from helpers.tiny import TINY, TINY_MODEL
 
 from rampup import Config, build_plan, load, load_config
 from rampup.engine.mesh import make_mesh
-from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
+from rampup.errors import (
+    ConfigError,
+    DataError,
+    MissingDependencyError,
+    ResumeMismatchError,
+)
 from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
-DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
-SHARDED = DOUBLE | {"dropout_rate": 0.1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+DOUBLE = {
+    "per_device_batch_size_start": 2,
+    "per_device_batch_size_increment": 2,
+    "per_device_batch_size": 6,
+}
+SHARDED = DOUBLE | {
+    "dropout_rate": 0.1,
+    "ici_fsdp_parallelism": 2,
+    "ici_tensor_parallelism": 2,
+}
 
 
 has_muon = "consistent_rms" in inspect.signature(optax.contrib.muon).parameters
-needs_muon = pytest.mark.skipif(not has_muon, reason="this Optax has no Muon with updates of AdamW's size")
+needs_muon = pytest.mark.skipif(
+    not has_muon, reason="this Optax has no Muon with updates of AdamW's size"
+)
 
 
-def config(folder, keys=TINY | {"checkpoint_period": 100, "learning_rate_schedule_steps": 40}, **changes):
+def config(
+    folder,
+    keys=TINY | {"checkpoint_period": 100, "learning_rate_schedule_steps": 40},
+    **changes,
+):
     """Return a tiny configuration that runs in the folder."""
     return Config(base_output_directory=str(folder), run_name="run", **(keys | changes))
 
@@ -49,7 +68,9 @@ def losses(folder):
 def long_run(tmp_path_factory):
     """A run of 40 steps through the ramp: its folder and its summary."""
     folder = tmp_path_factory.mktemp("long")
-    return folder, train(config(folder, steps=40, enable_tensorboard=True, eval_interval=6, eval_steps=2))
+    return folder, train(
+        config(folder, steps=40, enable_tensorboard=True, eval_interval=6, eval_steps=2)
+    )
 
 
 def test_train_learns_through_its_ramp(long_run):
@@ -66,25 +87,41 @@ def test_train_learns_through_its_ramp(long_run):
     shown = toy.tensorboard_events(folder / "run" / "tensorboard")
     for line in found:
         values = {tag: value for step, tag, value in shown if step == line["step"]}
-        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
+        for name in (
+            "loss",
+            "global_batch_size",
+            "phase",
+            "consumed_samples",
+            "learning_rate",
+            "microbatch_size",
+        ):
             assert values[name] == pytest.approx(line[name], rel=1e-6)
         assert values["tflops_per_device"] >= 0
-        assert ("eval_loss" in values) == (line["step"] in {each["step"] for each in evals})
+        assert ("eval_loss" in values) == (
+            line["step"] in {each["step"] for each in evals}
+        )
     assert [line["step"] for line in evals] == [5, 11, 17, 23, 29, 35, 39]
 
 
-@pytest.mark.parametrize("growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
     """However the ramp is split, losses agree to 1e-5, and no step but the first waits for a compilation."""
     train(config(tmp_path, steps=40, rampup_microbatch=growth))
     np.testing.assert_allclose(losses(tmp_path), losses(long_run[0]), rtol=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "compile_seconds" in line] == [0]
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, SHARDED, SHARDED | {"gradient_accumulation": "multi_steps"}])
+@pytest.mark.parametrize(
+    "keys", [{}, SHARDED, SHARDED | {"gradient_accumulation": "multi_steps"}]
+)
 def test_train_resumes_bit_for_bit(tmp_path, keys):
     """A stop before and after a phase change changes no bit, with replicas and with fsdp- and tensor-sharded state."""
     keys = keys | {"checkpoint_period": 3}
@@ -98,7 +135,11 @@ def test_train_resumes_bit_for_bit(tmp_path, keys):
     assert (final.final_loss, final.num_compilations) == (expected.final_loss, 1)
 
 
-DEEP = DOUBLE | {"base_num_decoder_layers": 4, "logits_via_embedding": True, "dropout_rate": 0.1}
+DEEP = DOUBLE | {
+    "base_num_decoder_layers": 4,
+    "logits_via_embedding": True,
+    "dropout_rate": 0.1,
+}
 DEEP |= {"global_rampup_samples": 320, "eval_interval": 12, "eval_steps": 2}
 STAGES = {"ici_pipeline_parallelism": 4}
 
@@ -114,15 +155,30 @@ def deep_run(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [STAGES, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}], ids=str
+    "axes",
+    [
+        STAGES,
+        {
+            "ici_pipeline_parallelism": 2,
+            "ici_tensor_parallelism": 2,
+            "pipeline_keep": "dots",
+        },
+    ],
+    ids=str,
 )
 def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     """Through stages, repeats and dropout, losses and evaluations are those of the model on replicas alone, to 1e-5."""
     summary = train(config(tmp_path, steps=24, **(DEEP | axes)))
     found, expected = metrics(tmp_path), metrics(deep_run)
-    assert [line["global_batch_size"] for line in found] == [line["global_batch_size"] for line in expected]
-    np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5)
-    for one, other in zip(metrics(tmp_path, "eval.jsonl"), metrics(deep_run, "eval.jsonl"), strict=True):
+    assert [line["global_batch_size"] for line in found] == [
+        line["global_batch_size"] for line in expected
+    ]
+    np.testing.assert_allclose(
+        [line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5
+    )
+    for one, other in zip(
+        metrics(tmp_path, "eval.jsonl"), metrics(deep_run, "eval.jsonl"), strict=True
+    ):
         assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
     assert summary.num_compilations == 1
 
@@ -132,7 +188,12 @@ def test_train_resumes_at_another_depth(tmp_path, deep_run):
     """Four stages, then two with fsdp, then none: the order of the layers in checkpoints does not depend on the stages."""
     depths = [
         STAGES | {"steps": 6},
-        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "steps": 14, "eval_interval": -1},
+        {
+            "ici_pipeline_parallelism": 2,
+            "ici_fsdp_parallelism": 2,
+            "steps": 14,
+            "eval_interval": -1,
+        },
         {"steps": 24},
     ]
     for resumed_from, depth in zip((0, 6, 14), depths, strict=True):
@@ -142,14 +203,22 @@ def test_train_resumes_at_another_depth(tmp_path, deep_run):
 
 def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     """A started run leaves its configuration, which a refused resume does not change; a longer run continues, and is quiet."""
-    with pytest.raises(ConfigError, match=r"train takes a Config, not a str; read a file with rampup.load_config"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train takes a Config, not a str; read a file with rampup.load_config",
+    ):
         train("configs/base.yml")
     train(config(tmp_path, steps=4))
     kept = load_config(tmp_path / "run" / "config.yml")
     assert kept == config(tmp_path, steps=4, num_devices=8)
-    with pytest.raises(ResumeMismatchError, match="base_mlp_dim: 32 in the checkpoint, 96 here"):
+    with pytest.raises(
+        ResumeMismatchError, match="base_mlp_dim: 32 in the checkpoint, 96 here"
+    ):
         train(config(tmp_path, steps=8, base_mlp_dim=96))
-    with pytest.raises(ResumeMismatchError, match="weight_dtype: 'float32' in the checkpoint, 'bfloat16' here"):
+    with pytest.raises(
+        ResumeMismatchError,
+        match="weight_dtype: 'float32' in the checkpoint, 'bfloat16' here",
+    ):
         train(config(tmp_path, steps=8, weight_dtype="bfloat16"))
     with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
         train(config(tmp_path, steps=8, gradient_clipping_threshold=0))
@@ -168,7 +237,9 @@ def test_run_and_rows_are_known_without_a_folder(tmp_path):
     run = Run.from_config(settings, plan)
     assert not (tmp_path / "out").exists()
     assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
-    assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
+    assert run.setup.model.num_parameters == sum(
+        leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params)
+    )
     rows = rows_of_step(settings, plan, 9)
     assert [row["sample"] for row in rows] == list(plan.rows(9))
     assert all(".py from byte" in row["source"] for row in rows)
@@ -181,12 +252,20 @@ def test_run_and_rows_are_known_without_a_folder(tmp_path):
     [
         ({"ici_context_parallelism": 2}, ConfigError, "ici_context_parallelism"),
         ({"ici_expert_parallelism": 2}, ConfigError, "ici_expert_parallelism"),
-        ({"expansion_factor_real_data": 0.5, "per_device_batch_size": 3}, ConfigError, "expansion_factor_real_data"),
+        (
+            {"expansion_factor_real_data": 0.5, "per_device_batch_size": 3},
+            ConfigError,
+            "expansion_factor_real_data",
+        ),
         ({"ici_tensor_parallelism": 8}, ConfigError, "base_num_query_heads"),
         ({"grain_train_files": "/nowhere/*.txt"}, DataError, "grain_train_files"),
         ({"num_epoch": 1, "steps": 100_000}, DataError, "num_epoch"),
         ({"wandb_project": "ramps"}, MissingDependencyError, "wandb_project"),
-        ({"eval_interval": 6, "eval_per_device_batch_size": 10**6}, DataError, "eval_per_device_batch_size"),
+        (
+            {"eval_interval": 6, "eval_per_device_batch_size": 10**6},
+            DataError,
+            "eval_per_device_batch_size",
+        ),
     ],
 )
 def test_train_refuses_before_any_work(tmp_path, change, error, key, monkeypatch):
@@ -203,14 +282,29 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
     """A number of batches is a maximum, whether it is the default or not. Fewer rows than one batch are refused."""
     text = tmp_path / "small.txt"
     text.write_bytes(bytes(range(32, 127)) * 200)
-    settings = config(tmp_path, grain_train_files=str(text), eval_interval=6, eval_steps=eval_steps, steps=1)
+    settings = config(
+        tmp_path,
+        grain_train_files=str(text),
+        eval_interval=6,
+        eval_steps=eval_steps,
+        steps=1,
+    )
     run = Run.from_config(settings, build_plan(settings, jax.device_count()))
     state = run.setup.initial_state()
     held_out = round(0.05 * (95 * 200 // 16))
     assert 1 <= held_out // 24 < 8
     assert run.evaluation.evaluate(state)["eval_tokens"] == held_out // 24 * 24 * 16
-    few = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1, max_target_length=1000)
-    with pytest.raises(DataError, match="needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per"):
+    few = config(
+        tmp_path,
+        grain_train_files=str(text),
+        eval_interval=6,
+        steps=1,
+        max_target_length=1000,
+    )
+    with pytest.raises(
+        DataError,
+        match="needs a batch of 24 rows, but 1 rows are held out; set a smaller eval_per",
+    ):
         Run.from_config(few, build_plan(few, jax.device_count()))
 
 
@@ -219,8 +313,15 @@ def test_evaluation_takes_what_a_small_file_holds_out(tmp_path, eval_steps):
     ("axes", "sizes"),
     [
         ({}, {}),
-        ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4}),
-        pytest.param({"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"opt_type": "muon"}, marks=needs_muon),
+        (
+            {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2},
+            {"base_num_decoder_layers": 4},
+        ),
+        pytest.param(
+            {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+            {"opt_type": "muon"},
+            marks=needs_muon,
+        ),
     ],
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
@@ -229,7 +330,9 @@ def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     train(config(tmp_path / "plain", **keys))
     keys["shard_optimizer_over_data"] = True
     train(config(tmp_path / "sharded", **keys))
-    np.testing.assert_allclose(losses(tmp_path / "sharded"), losses(tmp_path / "plain"), rtol=1e-6)
+    np.testing.assert_allclose(
+        losses(tmp_path / "sharded"), losses(tmp_path / "plain"), rtol=1e-6
+    )
     train(config(tmp_path / "cut", **keys), stop_after(5))
     train(config(tmp_path / "cut", **keys))
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "sharded")
@@ -238,14 +341,29 @@ def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
 def test_replicas_exchange_the_type_that_is_configured(tmp_path):
     """With accumulators in bfloat16 too, `gradient_reduction_dtype: float32` is float32 and not the accumulators' type."""
     for types in itertools.product(("float32", "bfloat16"), repeat=2):
-        settings = config(tmp_path, gradient_reduction_dtype=types[0], gradient_accumulator_dtype=types[1])
+        settings = config(
+            tmp_path,
+            gradient_reduction_dtype=types[0],
+            gradient_accumulator_dtype=types[1],
+        )
         setup = TrainSetup.from_config(settings, build_plan(settings, 8), make_mesh())
-        assert (setup.loss.reduction_dtype, setup.loss.accumulator_dtype or "float32") == types
+        assert (
+            setup.loss.reduction_dtype,
+            setup.loss.accumulator_dtype or "float32",
+        ) == types
 
 
 # A batch that follows a budget and Seesaw, and constants that follow the batch.
-FOLLOWS = TINY_MODEL | {"batch_size_schedule": "0:8 10%:16 30%:32", "train_samples": 400, "seesaw_factor": 2}
-FOLLOWS |= {"seesaw_max_batch_size": 96, "batch_scaling": "sde", "checkpoint_period": 100}
+FOLLOWS = TINY_MODEL | {
+    "batch_size_schedule": "0:8 10%:16 30%:32",
+    "train_samples": 400,
+    "seesaw_factor": 2,
+}
+FOLLOWS |= {
+    "seesaw_max_batch_size": 96,
+    "batch_scaling": "sde",
+    "checkpoint_period": 100,
+}
 
 
 def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
@@ -258,11 +376,17 @@ def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
     assert train(config(tmp_path / "stopped", FOLLOWS), stop_after(5)).interrupted
     assert train(config(tmp_path / "stopped", FOLLOWS)).resumed_from > 5
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
-    found = {line["step"]: line["learning_rate"] for line in metrics(tmp_path / "whole")}
+    found = {
+        line["step"]: line["learning_rate"] for line in metrics(tmp_path / "whole")
+    }
     rows = phase_hyperparameters(config(tmp_path, FOLLOWS), plan)
     for phase, row in zip(plan.ramp.phases, rows, strict=True):
         assert found[phase.start_step] == row["learning_rate"]
-    for key, value in (("batch_scaling", "sqrt"), ("adam_b2_floor", 0.5), ("batch_scaling_reference", 16)):
+    for key, value in (
+        ("batch_scaling", "sqrt"),
+        ("adam_b2_floor", 0.5),
+        ("batch_scaling_reference", 16),
+    ):
         with pytest.raises(ResumeMismatchError, match=f"{key}: .* in the checkpoint"):
             train(config(tmp_path / "stopped", FOLLOWS, **{key: value}))
     with pytest.raises(ResumeMismatchError, match="train_samples: 400 -> 500"):

@@ -20,7 +20,14 @@ from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.loop import checkpoint
-from rampup.loop.checkpoint import CHECKSUMS_FILE, CheckpointOptions, Checkpoints, damage, find_checkpoint, write_checksums
+from rampup.loop.checkpoint import (
+    CHECKSUMS_FILE,
+    CheckpointOptions,
+    Checkpoints,
+    damage,
+    find_checkpoint,
+    write_checksums,
+)
 from rampup.loop.distributed import join
 
 
@@ -49,8 +56,14 @@ def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
         saved = find_checkpoint(tmp_path)
         for done, expected in kept.items():
             restored = checkpoints.restore(replace(saved, step=done), fresh)
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
-            assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, state)))
+            jax.tree.map(
+                np.testing.assert_array_equal, jax.device_get(restored), expected
+            )
+            assert all(
+                jax.tree.leaves(
+                    jax.tree.map(lambda x, y: x.sharding == y.sharding, restored, state)
+                )
+            )
     assert (saved.step, saved.record["a"]) == (6, 1)
 
 
@@ -58,7 +71,9 @@ def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplo
     """Older checkpoints are deleted beyond the number to keep, saving a step twice is no error, and Orbax logs nothing."""
     state = new_state()
     caplog.set_level(logging.WARNING, logger="absl")
-    with Checkpoints(tmp_path, CheckpointOptions(max_to_keep=2, async_checkpointing=False)) as checkpoints:
+    with Checkpoints(
+        tmp_path, CheckpointOptions(max_to_keep=2, async_checkpointing=False)
+    ) as checkpoints:
         assert checkpoints.latest is None
         assert find_checkpoint(tmp_path) is None
         for step in (1, 2, 3, 3):
@@ -73,9 +88,13 @@ def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplo
 def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkeypatch):
     """That of another version of rampup is refused with both numbers, and the state of another optimizer does not fit."""
     state = new_state()
-    with Checkpoints(tmp_path, CheckpointOptions(async_checkpointing=False)) as checkpoints:
+    with Checkpoints(
+        tmp_path, CheckpointOptions(async_checkpointing=False)
+    ) as checkpoints:
         checkpoints.save(4, state, {"who": "me"})
-        with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
+        with pytest.raises(
+            ResumeMismatchError, match="not of this model and optimizer"
+        ):
             checkpoints.restore(find_checkpoint(tmp_path), new_state(optax.adamw(0.1)))
     assert find_checkpoint(tmp_path).record == {"version": 1, "step": 4, "who": "me"}
     monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
@@ -107,14 +126,25 @@ def test_a_share_of_a_terabyte_takes_no_time(tmp_path):
     for name in ("a", "b"):
         with open(tmp_path / name, "wb") as file:
             file.truncate(2**40)
-    for size, problem in ((2**40 - 1, "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"), (2**40, None)):
-        (tmp_path / CHECKSUMS_FILE).write_text(json.dumps({"a": [2**40, "x"], "b": [size, "x"]}))
+    for size, problem in (
+        (2**40 - 1, "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"),
+        (2**40, None),
+    ):
+        (tmp_path / CHECKSUMS_FILE).write_text(
+            json.dumps({"a": [2**40, "x"], "b": [size, "x"]})
+        )
         assert damage(tmp_path, 2, 3) == problem
 
 
-def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(tmp_path, monkeypatch):
+def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(
+    tmp_path, monkeypatch
+):
     """Where no folder can be made, no thread is left that keeps the process from ending."""
-    checkpoints, state, mkdir = Checkpoints(tmp_path / "checkpoints"), new_state(), os.mkdir
+    checkpoints, state, mkdir = (
+        Checkpoints(tmp_path / "checkpoints"),
+        new_state(),
+        os.mkdir,
+    )
     before = set(threading.enumerate())
 
     def refuse(path, *args, **options):
@@ -123,9 +153,20 @@ def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(tmp_path, monk
         mkdir(path, *args, **options)
 
     monkeypatch.setattr(os, "mkdir", refuse)
-    with pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written: .*Permission denied"):
+    with pytest.raises(
+        StorageError,
+        match=r"checkpoint of step 3 could not be written: .*Permission denied",
+    ):
         checkpoints.save(3, state, {})
-    processes.wait_until(lambda: not [thread for thread in set(threading.enumerate()) - before if not thread.daemon])
+    processes.wait_until(
+        lambda: (
+            not [
+                thread
+                for thread in set(threading.enumerate()) - before
+                if not thread.daemon
+            ]
+        )
+    )
     monkeypatch.undo()
     checkpoints.save(4, state, {})
     checkpoints.wait()
@@ -139,13 +180,17 @@ def save_and_find(number, port, folder, found):
 
     def count(path):
         size, sha = digest(path)
-        read.append((path.name, size, [part for part in path.parts if part.startswith("ocdbt")]))
+        read.append(
+            (path.name, size, [part for part in path.parts if part.startswith("ocdbt")])
+        )
         return size, sha
 
     checkpoint._size_and_digest = count
     values = np.random.default_rng(0).normal(size=(2, 2**18)).astype(np.float32)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    array = jax.make_array_from_callback(
+        values.shape, sharding, lambda index: values[index]
+    )
     state = create_state({"w": array}, optax.sgd(0.1), mesh)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, state, {})
@@ -154,28 +199,47 @@ def save_and_find(number, port, folder, found):
         saved = find_checkpoint(folder)
         checked, read[:] = list(read), []
         restored = checkpoints.restore(saved, state)
-    np.testing.assert_array_equal(restored.params["w"].addressable_data(0), array.addressable_data(0))
+    np.testing.assert_array_equal(
+        restored.params["w"].addressable_data(0), array.addressable_data(0)
+    )
     # One bit of the other half, which process 0 does not read.
     if number == 0:
-        (large,) = (path for path in folder.rglob("ocdbt.process_1/d/*") if path.stat().st_size > 2**19)
+        (large,) = (
+            path
+            for path in folder.rglob("ocdbt.process_1/d/*")
+            if path.stat().st_size > 2**19
+        )
         content = bytearray(large.read_bytes())
         content[1000] ^= 1
         large.write_bytes(content)
     wait_for_all(mesh)
-    with pytest.raises(ResumeMismatchError, match=r"ocdbt.process_1/d/\w+ was changed after it was written") as caught:
+    with pytest.raises(
+        ResumeMismatchError,
+        match=r"ocdbt.process_1/d/\w+ was changed after it was written",
+    ) as caught:
         find_checkpoint(folder)
     found.write_text(json.dumps([written, checked, str(caught.value)]))
 
 
 def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
     """Each takes the checksums of what it has written, on resume each file is read once by one, and all see the damage."""
-    folder, found, port = tmp_path / "checkpoints", [tmp_path / f"{n}.json" for n in range(2)], processes.free_port()
-    processes.run_all(save_and_find, [(n, port, folder, found[n]) for n in range(2)], tmp_path)
-    written, checked, problems = zip(*(json.loads(file.read_text()) for file in found), strict=True)
+    folder, found, port = (
+        tmp_path / "checkpoints",
+        [tmp_path / f"{n}.json" for n in range(2)],
+        processes.free_port(),
+    )
+    processes.run_all(
+        save_and_find, [(n, port, folder, found[n]) for n in range(2)], tmp_path
+    )
+    written, checked, problems = zip(
+        *(json.loads(file.read_text()) for file in found), strict=True
+    )
     files = json.loads((folder / "3" / CHECKSUMS_FILE).read_text())
     assert not list((folder / "3").glob(f"{CHECKSUMS_FILE}.*"))
     for process in range(2):
-        assert {tuple(part) for _, size, part in written[process] if size > 2**19} == {(f"ocdbt.process_{process}",)}
+        assert {tuple(part) for _, size, part in written[process] if size > 2**19} == {
+            (f"ocdbt.process_{process}",)
+        }
     for reads in (written, checked):
         read = sorted(size for one in reads for _, size, _ in one)
         assert read == sorted(size for size, _ in files.values())

@@ -26,7 +26,12 @@ from rampup.lm.train import train
 from rampup.loop.distributed import StopConsensus, _problem, join, watchdog
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
-SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
+SETTINGS = TINY | {
+    "base_num_decoder_layers": 2,
+    "checkpoint_period": 4,
+    "run_name": "run",
+    "learning_rate_schedule_steps": 12,
+}
 
 
 def run_command(words, folder, opened):
@@ -46,8 +51,15 @@ def run_command(words, folder, opened):
 
 def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
     """Start `rampup train` in processes, each with settings of `each`, in one of `folders`, and called by one of `runs`."""
-    settings = SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
-    words = ["train", str(BASE), f"--fake-devices={devices // number}", *command_line(settings)]
+    settings = (
+        SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
+    )
+    words = [
+        "train",
+        str(BASE),
+        f"--fake-devices={devices // number}",
+        *command_line(settings),
+    ]
     words.append(f"coordinator_address=localhost:{free_port()}")
     logs = folder.parent / f"{folder.name}-logs"
     return [
@@ -68,7 +80,12 @@ def finish(started, folder, timeout=240):
     for process in started:
         process.join(max(deadline - time.monotonic(), 0))
         assert process.exitcode is not None, "a process hangs"
-    return [log.read_text() for log in sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[-len(started) :]]
+    return [
+        log.read_text()
+        for log in sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[
+            -len(started) :
+        ]
+    ]
 
 
 def run(folder, code=0, **options):
@@ -93,15 +110,37 @@ def test_several_processes_train_what_one_would(tmp_path):
     Sizes, samples and learning rates of all steps are equal, and the losses to 1e-5.
     """
     for file in range(20):
-        lines = (f"line {number} of file {file}, the square of which is {number * number}\n" for number in range(400))
+        lines = (
+            f"line {number} of file {file}, the square of which is {number * number}\n"
+            for number in range(400)
+        )
         (tmp_path / f"data{file}.txt").write_text("".join(lines))
-    keys = {"grain_train_files": str(tmp_path / "*.txt"), "eval_interval": 4, "eval_per_device_batch_size": 8, "eval_steps": 2}
-    keys |= {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:16 104:32"}
+    keys = {
+        "grain_train_files": str(tmp_path / "*.txt"),
+        "eval_interval": 4,
+        "eval_per_device_batch_size": 8,
+        "eval_steps": 2,
+    }
+    keys |= {
+        "enable_rampup_batch_size": False,
+        "batch_size_schedule": "0:8 40:16 104:32",
+    }
     one, many = tmp_path / "one", tmp_path / "many"
-    train(Config(base_output_directory=str(one), **(SETTINGS | keys | {"eval_per_device_batch_size": 1})))
-    printed = run(many, number=2, devices=2, steps=4, expansion_factor_real_data=2, **keys)
+    train(
+        Config(
+            base_output_directory=str(one),
+            **(SETTINGS | keys | {"eval_per_device_batch_size": 1}),
+        )
+    )
+    printed = run(
+        many, number=2, devices=2, steps=4, expansion_factor_real_data=2, **keys
+    )
     assert ["final_loss" in output for output in printed] == [True, False]
-    opened = [str(tmp_path / "data7.txt") in (tmp_path / "many-logs" / f"opened{n}").read_text() for n in range(2)]
+    opened = [
+        str(tmp_path / "data7.txt")
+        in (tmp_path / "many-logs" / f"opened{n}").read_text()
+        for n in range(2)
+    ]
     assert opened == [True, False]
     run(many, number=4, devices=4, steps=8, ici_pipeline_parallelism=2, **keys)
     run(many, number=1, devices=1, **keys)
@@ -124,21 +163,42 @@ def fail_in_process_1(words, folder, opened):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "why"), [(0, "is gone"), (1, "has been silent for 5 s"), (1, "failed with DataError: 7")])
+@pytest.mark.parametrize(
+    ("victim", "why"),
+    [(0, "is gone"), (1, "has been silent for 5 s"), (1, "failed with DataError: 7")],
+)
 def test_the_others_end_when_a_process_is_killed_or_fails(tmp_path, victim, why):
     """Each says why in one sentence, soon, and JAX aborts none of them; started again, the run resumes."""
     folder, fails, other = tmp_path / "out", why.startswith("failed"), 1 - victim
     keys = {"steps": 100_000, "jax_distributed_heartbeat_timeout_seconds": 5}
-    started = start(folder, number=2, devices=2, runs=[fail_in_process_1 if fails else run_command] * 2, **keys)
+    started = start(
+        folder,
+        number=2,
+        devices=2,
+        runs=[fail_in_process_1 if fails else run_command] * 2,
+        **keys,
+    )
     if not fails:
         processes.wait_until(lambda: [*folder.glob("run/checkpoints/[1-9]")])
         os.kill(started[victim].pid, signal.SIGKILL)
     printed = finish(started, folder, timeout=60 if fails else 20)
-    assert [started[other].exitcode, started[victim].exitcode] == [1, 2 if fails else -signal.SIGKILL]
-    assert f"rampup: process {victim} {why}; process {other} ends too. Start the job again to resume." in printed[other]
+    assert [started[other].exitcode, started[victim].exitcode] == [
+        1,
+        2 if fails else -signal.SIGKILL,
+    ]
+    assert (
+        f"rampup: process {victim} {why}; process {other} ends too. Start the job again to resume."
+        in printed[other]
+    )
     assert ("DataError: 7" in printed[victim]) == fails
-    assert not any("stack trace" in output or "Traceback" in output for output in printed)
-    done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    assert not any(
+        "stack trace" in output or "Traceback" in output for output in printed
+    )
+    done = max(
+        int(path.name)
+        for path in (folder / "run" / "checkpoints").iterdir()
+        if path.name.isdecimal()
+    )
     run(folder, number=2, devices=2, steps=done + 2)
     assert len(metrics(folder)) == done + 2
 
@@ -162,11 +222,18 @@ class LateRows:
 def call_in_each(function, number, folder, *arguments, timeout=300):
     """Call a function in several processes that can join; return what each wrote as JSON."""
     port, files = free_port(), [folder / f"{n}.json" for n in range(number)]
-    processes.run_all(function, [(n, port, files[n], *arguments) for n in range(number)], folder, timeout)
+    processes.run_all(
+        function,
+        [(n, port, files[n], *arguments) for n in range(number)],
+        folder,
+        timeout,
+    )
     return [json.loads(file.read_text()) for file in files]
 
 
-def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, each=1, **splitter):
+def train_rows(
+    number, port, path, count, schedule, rows, num_steps, late=0, each=1, **splitter
+):
     """Train with `each` device of processes, two of which may be late; write microbatch sizes, last loss and noise."""
     import jax
     import optax
@@ -175,12 +242,20 @@ def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, eac
 
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", each)
-    join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
+    join(
+        coordinator_address=f"localhost:{port}", num_processes=count, process_id=number
+    )
     mesh = rampup.make_mesh(rampup.MeshAxes(data=count * each))
     plan = toy.plan_for(mesh, schedule, steps=num_steps, **splitter)
     tx, sizes, options = optax.adam(0.001), [], {"measure_gradient_noise": True}
     time.sleep(late * (number == 1))
-    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh, **options)
+    step = rampup.train_step(
+        lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}),
+        tx,
+        plan,
+        mesh,
+        **options,
+    )
     state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
     time.sleep(late * (number == 2))
     # No metric is read in the loop, so that it runs ahead.
@@ -192,13 +267,19 @@ def train_rows(number, port, path, count, schedule, rows, num_steps, late=0, eac
     path.write_text(json.dumps([sizes, float(metrics["loss"]), noise]))
 
 
-@pytest.mark.parametrize("num_steps", [toy.slow(40), pytest.param(2000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "num_steps", [toy.slow(40), pytest.param(2000, marks=pytest.mark.faults)]
+)
 @pytest.mark.parametrize("microbatch", ["auto", "per_phase"])
-def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
+def test_processes_use_the_same_shapes_however_late_their_rows(
+    tmp_path, microbatch, num_steps
+):
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
     schedule = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"
     train = functools.partial(train_rows, rampup_microbatch=microbatch)
-    (one, *_), (other, *_) = call_in_each(train, 2, tmp_path, 2, schedule, LateRows, num_steps, timeout=600)
+    (one, *_), (other, *_) = call_in_each(
+        train, 2, tmp_path, 2, schedule, LateRows, num_steps, timeout=600
+    )
     assert one == other
     assert set(one) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
 
@@ -213,8 +294,14 @@ def train_own_state(number, port, path):
     import rampup
 
     if port:
-        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
-    devices = [next(d for d in jax.devices() if d.process_index == n) for n in range(2)] if port else jax.devices()[:2]
+        join(
+            coordinator_address=f"localhost:{port}", num_processes=2, process_id=number
+        )
+    devices = (
+        [next(d for d in jax.devices() if d.process_index == n) for n in range(2)]
+        if port
+        else jax.devices()[:2]
+    )
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
 
     class State(train_state.TrainState):
@@ -224,21 +311,38 @@ def train_own_state(number, port, path):
 
         def apply_gradients(self, *, grads, **changes):
             new = super().apply_gradients(grads=grads, **changes)
-            return new.replace(ema=optax.incremental_update(new.params, self.ema, 0.5), key=jax.random.split(self.key)[0])
+            return new.replace(
+                ema=optax.incremental_update(new.params, self.ema, 0.5),
+                key=jax.random.split(self.key)[0],
+            )
 
     def loss_fn(params, batch, keys, mean):
         return *toy.loss_fn(params, batch, keys), 0.9 * mean + 0.1 * batch["x"].mean(0)
 
     tx = optax.adam(0.1)
-    plan = toy.plan_for(rampup.make_mesh(rampup.MeshAxes(data=2), devices), "0:4 8:8", steps=4)
-    params = {"in": np.full((8, 4), 0.1, np.float32), "out": np.full((4, 8), 0.2, np.float32)}
+    plan = toy.plan_for(
+        rampup.make_mesh(rampup.MeshAxes(data=2), devices), "0:4 8:8", steps=4
+    )
+    params = {
+        "in": np.full((8, 4), 0.1, np.float32),
+        "out": np.full((4, 8), 0.2, np.float32),
+    }
     own = {"ema": params, "batch_stats": jax.numpy.zeros(8), "key": jax.random.key(1)}
-    state = rampup.prepare_state(State.create(apply_fn=None, params=params, tx=tx, **own), mesh)
+    state = rampup.prepare_state(
+        State.create(apply_fn=None, params=params, tx=tx, **own), mesh
+    )
     step = rampup.train_step(loss_fn, tx, plan, mesh)
     for batch in step.batches(toy.rows(40)):
         state, _ = step(state, batch)
     found = state.params, state.ema, state.batch_stats, jax.random.key_data(state.key)
-    path.write_text(json.dumps([np.asarray(leaf.addressable_data(0)).tolist() for leaf in jax.tree.leaves(found)]))
+    path.write_text(
+        json.dumps(
+            [
+                np.asarray(leaf.addressable_data(0)).tolist()
+                for leaf in jax.tree.leaves(found)
+            ]
+        )
+    )
 
 
 def test_processes_train_a_state_of_ones_own(tmp_path):
@@ -246,7 +350,9 @@ def test_processes_train_a_state_of_ones_own(tmp_path):
     one, other = call_in_each(train_own_state, 2, tmp_path)
     assert one == other
     train_own_state(0, None, tmp_path / "alone")
-    for x, expected in zip(one, json.loads((tmp_path / "alone").read_text()), strict=True):
+    for x, expected in zip(
+        one, json.loads((tmp_path / "alone").read_text()), strict=True
+    ):
         np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -255,17 +361,33 @@ def run_without_noise(words, folder, opened):
     from rampup.batch_size.auto import AutoSchedule
 
     decide = AutoSchedule.decide
-    AutoSchedule.decide = lambda self, noise_scale, **where: decide(self, noise_scale=0.0, **where)
+    AutoSchedule.decide = lambda self, noise_scale, **where: decide(
+        self, noise_scale=0.0, **where
+    )
     return run_command(words, folder, opened)
 
 
 @pytest.mark.slow
 def test_processes_decide_alike_about_the_batch(tmp_path):
     """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
-    keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
-    keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24, "auto_max_waste": 0.5}
+    keys = {
+        name: value
+        for name, value in SETTINGS.items()
+        if "per_device" not in name and "rampup" not in name
+    }
+    keys |= AUTO | {
+        "enable_rampup_batch_size": False,
+        "learning_rate_schedule_steps": 24,
+        "auto_max_waste": 0.5,
+    }
     one, many = tmp_path / "one", tmp_path / "many"
-    run(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12})
+    run(
+        many,
+        number=2,
+        devices=8,
+        runs=[run_command, run_without_noise],
+        **keys | {"steps": 12},
+    )
     for folder in (one, many):
         train(Config(base_output_directory=str(folder), **keys | {"steps": 24}))
     sizes = metrics(many, "global_batch_size", "next_global_batch_size")
@@ -274,13 +396,21 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
         assert after == (size if decided is None else decided)
     np.testing.assert_allclose(metrics(many, "loss"), metrics(one, "loss"), rtol=1e-5)
     names = ("gradient_noise_trace", "gradient_squared_norm")
-    np.testing.assert_allclose(metrics(many, *names), metrics(one, *names), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        metrics(many, *names), metrics(one, *names), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the keys that differ, also of one by which a process waits for others, and nothing is written."""
     folder = tmp_path / "out"
-    for output in run(folder, code=2, number=2, devices=2, each=[[], ["adam_b1=0.8", "expansion_factor_real_data=2"]]):
+    for output in run(
+        folder,
+        code=2,
+        number=2,
+        devices=2,
+        each=[[], ["adam_b1=0.8", "expansion_factor_real_data=2"]],
+    ):
         assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in output
         assert "expansion_factor_real_data: " in output
     assert not folder.exists()
@@ -289,12 +419,19 @@ def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
 @pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_data(tmp_path):
     """Files of the same names and lengths with other content are named, in every process, before anything is written."""
-    folder, folders = tmp_path / "out", [tmp_path / f"data{number}" for number in range(2)]
+    folder, folders = (
+        tmp_path / "out",
+        [tmp_path / f"data{number}" for number in range(2)],
+    )
     for number, own in enumerate(folders):
         own.mkdir()
         (own / "a.txt").write_text("".join(f"line {line}\n" for line in range(3000)))
-        (own / "b.txt").write_text("".join(f"line {line} of {number}\n" for line in range(3000)))
-    for output in run(folder, code=2, number=2, devices=2, folders=folders, grain_train_files="*.txt"):
+        (own / "b.txt").write_text(
+            "".join(f"line {line} of {number}\n" for line in range(3000))
+        )
+    for output in run(
+        folder, code=2, number=2, devices=2, folders=folders, grain_train_files="*.txt"
+    ):
         assert "data: b.txt: " in output
         assert "a.txt" not in output
     assert not folder.exists()
@@ -305,7 +442,17 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
     [
         ({"coordinator_address": "localhost:1"}, "num_processes"),
         ({"num_processes": 2, "process_id": 0}, "coordinator_address"),
-        *(({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": n}, "process_id") for n in (2, -1)),
+        *(
+            (
+                {
+                    "coordinator_address": "localhost:1",
+                    "num_processes": 2,
+                    "process_id": n,
+                },
+                "process_id",
+            )
+            for n in (2, -1)
+        ),
     ],
 )
 def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
@@ -313,20 +460,35 @@ def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         join(**given)
     assert caught.value.key == key
-    for value, words in (("first", "'first' must be a whole number"), ("3", " is given without coordinator_address and num_")):
+    for value, words in (
+        ("first", "'first' must be a whole number"),
+        ("3", " is given without coordinator_address and num_"),
+    ):
         monkeypatch.setenv("JAX_PROCESS_ID", value)
-        with pytest.raises(ConfigError, match=f"JAX_PROCESS_ID={words}" if value == "first" else f"process_id{words}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"JAX_PROCESS_ID={words}"
+            if value == "first"
+            else f"process_id{words}",
+        ):
             join()
     # Without joining, JAX's backend may have devices of other processes.
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
+    with pytest.raises(
+        ConfigError,
+        match="sees the devices of 2 processes, but this one has not joined them",
+    ):
         check_joined()
 
 
 @pytest.mark.parametrize(
     ("address", "number", "words"),
     [
-        ("no.such.host.invalid:1", 1, "waits for no.such.host.invalid:1: the name no.such.host.invalid cannot be"),
+        (
+            "no.such.host.invalid:1",
+            1,
+            "waits for no.such.host.invalid:1: the name no.such.host.invalid cannot be",
+        ),
         ("localhost:{free}", 1, "waits for localhost:{free}: no answer"),
         ("localhost:{used}", 0, "waits for localhost:{used}: it cannot listen"),
         ("localhost:ssh", 1, "localhost:ssh: the port must be a number"),
@@ -338,17 +500,27 @@ def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys
     with socket.create_server(("", 0)) as used:
         ports = {"free": free_port(), "used": used.getsockname()[1]}
         with pytest.raises(ConfigError) as caught:
-            join(coordinator_address=address.format(**ports), num_processes=2, process_id=number, initialization_timeout=1)
+            join(
+                coordinator_address=address.format(**ports),
+                num_processes=2,
+                process_id=number,
+                initialization_timeout=1,
+            )
     assert words.format(**ports) in str(caught.value)
     if "waits" in words:
-        assert f"rampup: process {number} of 2 {words.format(**ports)}" in capsys.readouterr().err
+        assert (
+            f"rampup: process {number} of 2 {words.format(**ports)}"
+            in capsys.readouterr().err
+        )
 
 
 def wait_with_others(number, port, delay, seen):
     """Wait for the other process, which comes later, and note which have come when the wait ends; a run before has failed."""
 
     async def cell():
-        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+        join(
+            coordinator_address=f"localhost:{port}", num_processes=2, process_id=number
+        )
 
     engine_processes._QUIET_SECONDS_OF_MEETING = 0.2
     asyncio.run(cell())  # as in a notebook
@@ -359,13 +531,19 @@ def wait_with_others(number, port, delay, seen):
         time.sleep(2 + number * delay)
         (seen / f"{number}").touch()
         wait_for_all(mesh)
-    (seen / f"after{number}").write_text(" ".join(sorted(path.name for path in seen.glob("?"))))
+    (seen / f"after{number}").write_text(
+        " ".join(sorted(path.name for path in seen.glob("?")))
+    )
 
 
 @pytest.mark.slow
 def test_wait_for_all_waits_for_the_last(tmp_path):
     """No process goes on before all are there, and process 0 names the one that is missing."""
-    printed = processes.run_all(wait_with_others, [(n, p, 4, tmp_path) for p in [free_port()] for n in range(2)], tmp_path)
+    printed = processes.run_all(
+        wait_with_others,
+        [(n, p, 4, tmp_path) for p in [free_port()] for n in range(2)],
+        tmp_path,
+    )
     assert [(tmp_path / f"after{n}").read_text() for n in range(2)] == ["0 1", "0 1"]
     assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
@@ -378,7 +556,12 @@ def rows_of_numbers(number):
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    losses = {loss for _, loss, _ in call_in_each(train_rows, 4, tmp_path, 4, "0:4", rows_of_numbers, 3, 40)}
+    losses = {
+        loss
+        for _, loss, _ in call_in_each(
+            train_rows, 4, tmp_path, 4, "0:4", rows_of_numbers, 3, 40
+        )
+    }
     assert len(losses) == 1
 
 
@@ -386,7 +569,10 @@ def test_processes_start_however_late_one_is(tmp_path):
 def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     """The same blocks on four devices have the same S and G2 to 1e-6, in float64."""
     trained = functools.partial(train_rows, microbatch_size=2)
-    each = [call_in_each(trained, n, tmp_path, n, "0:64", rows_of_numbers, 2, 0, 4 // n) for n in (1, 2, 4)]
+    each = [
+        call_in_each(trained, n, tmp_path, n, "0:64", rows_of_numbers, 2, 0, 4 // n)
+        for n in (1, 2, 4)
+    ]
     one, *others = (noise for found in each for *_, noise in found)
     assert (one["blocks"], len(others)) == (32, 6)
     assert all(noise == pytest.approx(one, rel=1e-6) for noise in others)

@@ -48,7 +48,9 @@ def run_own(parts, folder, **options):
     """Run a loop of one's own, with only what it needs."""
     mesh, plan, step = parts
     own = {
-        "batches": lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
+        "batches": lambda start: step_batches(
+            toy.rows(), plan, mesh, seed=5, start=start
+        ),
         "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
         "checkpoints": CheckpointOptions(checkpoint_period=5, identity={"who": "toy"}),
     }
@@ -63,7 +65,9 @@ def run(parts, folder, *, stop_after=None, events=None, **options):
 
     def batches(start):
         for batch in step_batches(toy.rows(), plan, mesh, seed=5, start=start):
-            held = np.concatenate([np.asarray(chunk["id"]) for chunk in batch.chunks])[: batch.num_microbatches]
+            held = np.concatenate([np.asarray(chunk["id"]) for chunk in batch.chunks])[
+                : batch.num_microbatches
+            ]
             ids.append((batch.position.step, held.ravel().tolist()))
             yield batch
 
@@ -85,18 +89,30 @@ def uninterrupted(parts, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "stop_after", [pytest.param(step, marks=[] if step in (0, 3, 4, 8) else pytest.mark.slow) for step in range(STEPS - 3)]
+    "stop_after",
+    [
+        pytest.param(step, marks=[] if step in (0, 3, 4, 8) else pytest.mark.slow)
+        for step in range(STEPS - 3)
+    ],
 )
-def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted, stop_after):
+def test_loop_resumes_bit_for_bit_after_any_step(
+    parts, tmp_path, uninterrupted, stop_after
+):
     """Stopped after any step and started again, every row and every loss is that of the uninterrupted run."""
     events = []
     first, ids = run(parts, tmp_path, stop_after=stop_after, events=events)
     assert first.interrupted
-    assert [event.step for event in events if isinstance(event, told.RunStopping)] == [first.steps]
+    assert [event.step for event in events if isinstance(event, told.RunStopping)] == [
+        first.steps
+    ]
     assert first.ramp_steps == min(parts[1].ramp.ramp_steps, first.steps)
     assert stop_after < first.steps < STEPS
     second, more = run(parts, tmp_path)
-    assert (second.resumed_from, second.steps, second.interrupted) == (first.steps, STEPS, False)
+    assert (second.resumed_from, second.steps, second.interrupted) == (
+        first.steps,
+        STEPS,
+        False,
+    )
     assert metrics_of(tmp_path) == uninterrupted[0]
     used = {step: rows for step, rows in ids if step < first.steps} | dict(more)
     assert used == uninterrupted[1]
@@ -110,9 +126,20 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
     for kept in (2, 0):
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(lines[:kept])) if kept else path.unlink()
-        run(parts, tmp_path, stop_after=first.steps, events=events, should_stop=lambda: True)
-        problems = [event.problem for event in events if isinstance(event, told.StorageFailed)]
-        assert problems[-1] == f"{path} has no line of steps {kept} to {first.steps - 1}, which came before this start"
+        run(
+            parts,
+            tmp_path,
+            stop_after=first.steps,
+            events=events,
+            should_stop=lambda: True,
+        )
+        problems = [
+            event.problem for event in events if isinstance(event, told.StorageFailed)
+        ]
+        assert (
+            problems[-1]
+            == f"{path} has no line of steps {kept} to {first.steps - 1}, which came before this start"
+        )
     assert len(problems) == 2
     run(parts, tmp_path)
     assert metrics_of(tmp_path) == uninterrupted[0][first.steps :]
@@ -120,20 +147,35 @@ def test_missing_lines_are_reported_at_a_resume(parts, tmp_path, uninterrupted):
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     """The rate that the last step had, that of the new schedule there, and the length before; an equal one is not reported."""
-    before, after = (MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1)) for peak in (0.1, 0.2))
+    before, after = (
+        MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1))
+        for peak in (0.1, 0.2)
+    )
     first, _ = run(parts, tmp_path, stop_after=2, metrics=before)
     last, events = first.steps - 1, []
     plan = replace(parts[1], learning_rate_schedule_steps=9)
-    run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, metrics=after)
+    run(
+        (parts[0], plan, parts[2]),
+        tmp_path,
+        stop_after=last + 1,
+        events=events,
+        metrics=after,
+    )
     found = [event for event in events if isinstance(event, told.LearningRateChanged)]
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
-    assert found == [told.LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
+    assert found == [
+        told.LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)
+    ]
     events.clear()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))  # as another program writes it
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(['{"step": 0}', *lines[1:], ""])
+    )  # as another program writes it
     summary, _ = run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
     assert (summary.steps, summary.first_loss) == (STEPS, None)
-    assert not [event for event in events if isinstance(event, told.LearningRateChanged)]
+    assert not [
+        event for event in events if isinstance(event, told.LearningRateChanged)
+    ]
 
 
 def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
@@ -146,57 +188,107 @@ def test_loop_writes_and_reports_what_is_promised(parts, tmp_path):
         events.append(event)
         progress(event)
 
-    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=6)
+    evaluation = EvalOptions(
+        evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=6
+    )
     state, summary = run_own(parts, tmp_path, on_event=on_event, evaluation=evaluation)
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in found] == list(range(STEPS))
     for line in found:
         position = plan.position(line["step"])
         names = "step consumed_samples phase global_batch_size loss learning_rate step_seconds tokens_per_second"
         assert list(line)[:8] == names.split()
-        assert line["consumed_samples"] == position.consumed_samples + line["global_batch_size"]
-        assert (line["phase"], line["global_batch_size"]) == (position.phase.index, position.phase.global_batch_size)
-    assert (int(state.step), summary.steps, summary.consumed_samples) == (STEPS, STEPS, plan.consumed_samples)
-    assert (summary.first_loss, summary.final_loss) == (found[0]["loss"], found[-1]["loss"])
+        assert (
+            line["consumed_samples"]
+            == position.consumed_samples + line["global_batch_size"]
+        )
+        assert (line["phase"], line["global_batch_size"]) == (
+            position.phase.index,
+            position.phase.global_batch_size,
+        )
+    assert (int(state.step), summary.steps, summary.consumed_samples) == (
+        STEPS,
+        STEPS,
+        plan.consumed_samples,
+    )
+    assert (summary.first_loss, summary.final_loss) == (
+        found[0]["loss"],
+        found[-1]["loss"],
+    )
     assert (summary.first_eval_loss, summary.final_eval_loss) == (3.0, 1.0)
     assert summary.num_compilations == 1
     assert summary.seconds > 0
     assert summary.checkpoint == str(tmp_path / "checkpoints" / str(STEPS))
     loaded = rampup.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(state.params), loaded.params
+    )
     assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
 
-    assert events[0] == told.RunStarted(step=0, folder=tmp_path, plan=plan, tokens_per_sample=10)
-    assert events[-1] == told.RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
+    assert events[0] == told.RunStarted(
+        step=0, folder=tmp_path, plan=plan, tokens_per_sample=10
+    )
+    assert events[-1] == told.RunStopped(
+        steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True
+    )
 
     def values(kind, name):
         return [getattr(event, name) for event in events if isinstance(event, kind)]
 
     assert values(told.PhaseStarted, "phase") == [0, 1, 2]
-    assert values(told.PhaseStarted, "step") == [phase.start_step for phase in plan.ramp.phases]
+    assert values(told.PhaseStarted, "step") == [
+        phase.start_step for phase in plan.ramp.phases
+    ]
     assert values(told.StepDone, "step") == list(range(STEPS))
     assert values(told.CheckpointSaved, "steps") == [5, 10, 12]
     assert values(told.Evaluated, "step") == [5, 11]
-    evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    evals = [
+        json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()
+    ]
     samples = plan.ramp.samples_before
-    assert evals == [{"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss} for n, loss in ((5, 3.0), (11, 1.0))]
+    assert evals == [
+        {"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss}
+        for n, loss in ((5, 3.0), (11, 1.0))
+    ]
     text = console.file.getvalue()  # the loop reports its plan, so the progress bar knows samples, phases and the time left
-    for words in (" tokens/s, ", "phase 2 from step", f"{plan.consumed_samples:,} samples, 0:00 left"):
+    for words in (
+        " tokens/s, ",
+        "phase 2 from step",
+        f"{plan.consumed_samples:,} samples, 0:00 left",
+    ):
         assert words in text
 
     events.clear()
     again, second = run_own(parts, tmp_path, on_event=events.append)
-    assert [type(event) for event in events] == [told.RunStarted, told.RunStopped]  # a finished run trains nothing
-    assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
+    assert [type(event) for event in events] == [
+        told.RunStarted,
+        told.RunStopped,
+    ]  # a finished run trains nothing
+    assert (second.steps, second.first_loss, second.final_loss) == (
+        summary.steps,
+        summary.first_loss,
+        summary.final_loss,
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get(again.params), loaded.params
+    )
 
 
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
     """In a thread, which gets no signals, `should_stop` is asked before every step; the run saves, and resumes as ever."""
     calls = iter(range(STEPS))
     with ThreadPoolExecutor() as pool:
-        done, _ = pool.submit(run, parts, tmp_path, should_stop=lambda: next(calls) == 4).result()
-    assert (done.steps, done.interrupted, done.checkpoint) == (4, True, str(tmp_path / "checkpoints" / "4"))
+        done, _ = pool.submit(
+            run, parts, tmp_path, should_stop=lambda: next(calls) == 4
+        ).result()
+    assert (done.steps, done.interrupted, done.checkpoint) == (
+        4,
+        True,
+        str(tmp_path / "checkpoints" / "4"),
+    )
     assert run(parts, tmp_path)[0].resumed_from == 4
     assert metrics_of(tmp_path) == uninterrupted[0]
 
@@ -213,24 +305,47 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch, has_par
 
     def loss_fn(params, batch, keys):
         loss, weight, _ = toy.loss_fn(params, batch, keys)
-        aux = {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
-        return ((loss, jnp.float32(5)), (weight, 1), aux) if has_parts else (loss, weight, aux)
+        aux = {
+            "twice": 2 * weight,
+            "nested": {"loss": loss},
+            "loss": 3 * weight,
+            "vector": jnp.ones(3),
+        }
+        return (
+            ((loss, jnp.float32(5)), (weight, 1), aux)
+            if has_parts
+            else (loss, weight, aux)
+        )
 
     step, writer = train_step(loss_fn, optax.sgd(0.1), plan, mesh), mock.Mock()
-    metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [writer])
+    metrics = MetricOptions(
+        learning_rate=lambda step: 0.1,
+        flops_per_sample=1e12,
+        writers=lambda start: [writer],
+    )
     run_own((mesh, plan, step), tmp_path, metrics=metrics)
-    for line, call in zip(read_lines(tmp_path / "metrics.jsonl"), writer.write_scalars.call_args_list, strict=True):
+    for line, call in zip(
+        read_lines(tmp_path / "metrics.jsonl"),
+        writer.write_scalars.call_args_list,
+        strict=True,
+    ):
         number, scalars = call.args
         assert number == line["step"]
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
-        assert line["nested/loss"] == pytest.approx(line["loss/0"] if has_parts else line["loss"])
-        assert not has_parts or line["loss/0"] + line["loss/1"] == pytest.approx(line["loss"])
+        assert line["nested/loss"] == pytest.approx(
+            line["loss/0"] if has_parts else line["loss"]
+        )
+        assert not has_parts or line["loss/0"] + line["loss/1"] == pytest.approx(
+            line["loss"]
+        )
         assert "vector" not in line
         assert line["mfu"] == line["tflops_per_device"] > 0
 
 
-def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(parts, tmp_path):
+def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(
+    parts, tmp_path
+):
     """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint.
 
     That is so in the command line. In a loop of one's own the first one ends it, and a handler in C for SIGTERM comes back.
@@ -273,11 +388,17 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (told.StepDone, {"checkpoints": CheckpointOptions()}, "steps; no checkpoint has its last state"),
+        (
+            told.StepDone,
+            {"checkpoints": CheckpointOptions()},
+            "steps; no checkpoint has its last state",
+        ),
         (told.RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
     ],
 )
-def test_a_stopped_run_without_a_checkpoint_starts_over(parts, tmp_path, kind, options, words):
+def test_a_stopped_run_without_a_checkpoint_starts_over(
+    parts, tmp_path, kind, options, words
+):
     """The stop says that nothing is saved, and the next start begins again, and its metrics with it."""
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=100)
@@ -300,11 +421,26 @@ def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
     mesh, plan, step = parts
     other = toy.plan_for(mesh, "0:16 64:48", steps=STEPS)
     with pytest.raises(ResumeMismatchError, match="from sample 64: 48  <- differs"):
-        run((mesh, other, train_step(toy.loss_fn, optax.adamw(1e-2), other, mesh, seed=3)), tmp_path)
+        run(
+            (
+                mesh,
+                other,
+                train_step(toy.loss_fn, optax.adamw(1e-2), other, mesh, seed=3),
+            ),
+            tmp_path,
+        )
     params = toy.new_params(mesh)
-    state = create_state({"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh)
-    options = {"batches": lambda start: iter(()), "checkpoints": CheckpointOptions(identity={"who": "toy"})}
-    with pytest.raises(ResumeMismatchError, match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here") as caught:
+    state = create_state(
+        {"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh
+    )
+    options = {
+        "batches": lambda start: iter(()),
+        "checkpoints": CheckpointOptions(identity={"who": "toy"}),
+    }
+    with pytest.raises(
+        ResumeMismatchError,
+        match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here",
+    ) as caught:
         Loop(plan=plan, step=step, folder=tmp_path, **options).run(state)
     assert "Truncating" not in str(caught.value)
 
@@ -312,27 +448,57 @@ def test_checkpoints_of_another_ramp_or_model_are_refused(parts, tmp_path):
 def test_loop_needs_no_metric_options(parts, tmp_path):
     """Metrics then have no learning rate, and samples per second; a step that measures the noise adds its averages too."""
     mesh, plan, _ = parts
-    step = train_step(toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True)
+    step = train_step(
+        toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True
+    )
     console = Console(file=io.StringIO(), width=120)
-    batches, progress = lambda start: step.batches(toy.rows(), start), rampup.TrainProgress(console)
+    batches, progress = (
+        lambda start: step.batches(toy.rows(), start),
+        rampup.TrainProgress(console),
+    )
     options = CheckpointOptions(checkpoint_period=5)
-    loop = Loop(plan=plan, step=step, batches=batches, folder=str(tmp_path), on_event=progress, checkpoints=options)
+    loop = Loop(
+        plan=plan,
+        step=step,
+        batches=batches,
+        folder=str(tmp_path),
+        on_event=progress,
+        checkpoints=options,
+    )
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     assert " samples/s, " in console.file.getvalue()
-    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(found) == STEPS
     assert not any("learning_rate" in line for line in found)
     assert {"gradient_noise_trace", "noise_scale_samples_low"} <= set(found[-1])
     assert "gradient_noise" in find_checkpoint(tmp_path / "checkpoints").record
-    assert found[3]["tokens_per_second"] == pytest.approx(found[3]["global_batch_size"] / found[3]["step_seconds"], rel=1e-2)
+    assert found[3]["tokens_per_second"] == pytest.approx(
+        found[3]["global_batch_size"] / found[3]["step_seconds"], rel=1e-2
+    )
 
 
 CHANGES = {
     "seed": ({"seed": 1}, "seed: 5 in the checkpoint, 1 here"),
-    "rows": ({"shift": 1.0}, r"SHA-256 of rows 0, 57, .*, 399: \w+ in the checkpoint, \w+ here"),
+    "rows": (
+        {"shift": 1.0},
+        r"SHA-256 of rows 0, 57, .*, 399: \w+ in the checkpoint, \w+ here",
+    ),
     "number": ({"number": 399}, "number: 400 in the checkpoint, 399 here"),
-    "rate": ({"tx": optax.adamw(lambda step: 2e-2 + 0 * step)}, "the optimizer is not that of the checkpoint of step 5"),
-    "table": ({"tx": optax.adamw(lambda step: jnp.asarray(np.float32([1e-2, 2e-2]))[step % 2])}, "the optimizer is not"),
+    "rate": (
+        {"tx": optax.adamw(lambda step: 2e-2 + 0 * step)},
+        "the optimizer is not that of the checkpoint of step 5",
+    ),
+    "table": (
+        {
+            "tx": optax.adamw(
+                lambda step: jnp.asarray(np.float32([1e-2, 2e-2]))[step % 2]
+            )
+        },
+        "the optimizer is not",
+    ),
     "loss": ({"scale": 2.0}, "the loss is not that of the checkpoint of step 5"),
     "nothing": ({}, None),
     "devices": ({"mesh_name": "one"}, None),
@@ -343,8 +509,13 @@ CHANGES = {
 def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, words):
     """Other rows are refused, another optimizer or loss is warned of, and what changes no number of a run is neither."""
 
-    def run_changed(last=STEPS, seed=5, shift=0.0, number=400, tx=None, scale=1.0, mesh_name="data"):
-        mesh, table = toy.mesh_of(mesh_name), lambda step: jnp.asarray(np.float32([1e-2, 3e-2]))[step % 2]
+    def run_changed(
+        last=STEPS, seed=5, shift=0.0, number=400, tx=None, scale=1.0, mesh_name="data"
+    ):
+        mesh, table = (
+            toy.mesh_of(mesh_name),
+            lambda step: jnp.asarray(np.float32([1e-2, 3e-2]))[step % 2],
+        )
         key = jax.random.key(7)
 
         def loss(params, batch, keys):
@@ -357,11 +528,14 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
         plan = toy.plan_for(mesh, "0:16", steps=STEPS, microbatch_size=16 // mesh.size)
         step = train_step(loss, tx, plan, mesh)
         calls = iter(range(100))
-        options = {"checkpoints": CheckpointOptions(checkpoint_period=5), "should_stop": lambda: next(calls) == last}
+        options = {
+            "checkpoints": CheckpointOptions(checkpoint_period=5),
+            "should_stop": lambda: next(calls) == last,
+        }
         batches = lambda start: step.batches(rows, start=start, seed=seed)  # noqa: E731
-        return Loop(plan=plan, step=step, batches=batches, folder=tmp_path, **options).run(
-            create_state(toy.new_params(mesh), tx, mesh)
-        )
+        return Loop(
+            plan=plan, step=step, batches=batches, folder=tmp_path, **options
+        ).run(create_state(toy.new_params(mesh), tx, mesh))
 
     run_changed(last=5)
     with warnings.catch_warnings(record=True) as caught:
@@ -371,6 +545,8 @@ def test_a_loop_of_ones_own_knows_what_it_was_started_with(tmp_path, change, wor
         else:
             with pytest.raises(ResumeMismatchError, match=words):
                 run_changed(**change)
-    found = [str(each.message) for each in caught if each.category is rampup.ResumeWarning]
+    found = [
+        str(each.message) for each in caught if each.category is rampup.ResumeWarning
+    ]
     assert len(found) == (words or "").startswith("the ")
     assert all(re.search(words, each) for each in found)

@@ -95,11 +95,17 @@ def test_an_absent_bucket_is_a_storage_error(folder, proxy, impatient, caplog):
         (folder / "b.txt").read_text()
     assert path.read_text() == "hello"
     assert all(record.exc_info is None for record in caplog.records)
-    told = [record.getMessage() for record in caplog.records if "Could not determine bucket type" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "Could not determine bucket type" in record.getMessage()
+    ]
     assert len(told) <= 1
 
 
-def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, monkeypatch):
+def test_metrics_of_an_outage_are_uploaded_after_it(
+    folder, proxy, impatient, monkeypatch
+):
     """While the bucket is away, `write` returns and `sync` waits; then every line is there. Longer is one sentence."""
     monkeypatch.setattr(folders, "UPLOAD_SECONDS", 0.0)
     log = folders.StepLog(folder / "metrics.jsonl", keep_below=0)
@@ -108,16 +114,25 @@ def test_metrics_of_an_outage_are_uploaded_after_it(folder, proxy, impatient, mo
     with proxy.failing(503):
         for step in range(1, 20):
             log.write({"step": step})
-        threading.Timer(1.0, lambda: setattr(proxy, "fails", lambda *request: False)).start()
+        threading.Timer(
+            1.0, lambda: setattr(proxy, "fails", lambda *request: False)
+        ).start()
         log.sync()
-    assert [line["step"] for line in folders.read_lines(folder / "metrics.jsonl")] == list(range(20))
+    assert [
+        line["step"] for line in folders.read_lines(folder / "metrics.jsonl")
+    ] == list(range(20))
     monkeypatch.setattr(folders, "PATIENCE_SECONDS", 0.2)
     with proxy.failing(503):
         log.write({"step": 20})
-        with pytest.raises(StorageError, match=r"metrics.jsonl cannot be written: gs://bucket cannot be used: HttpError"):
+        with pytest.raises(
+            StorageError,
+            match=r"metrics.jsonl cannot be written: gs://bucket cannot be used: HttpError",
+        ):
             log.sync()
     log.close()
-    assert [line["step"] for line in folders.read_lines(folder / "metrics.jsonl")] == list(range(21))
+    assert [
+        line["step"] for line in folders.read_lines(folder / "metrics.jsonl")
+    ] == list(range(21))
 
 
 def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
@@ -129,7 +144,10 @@ def test_a_checkpoint_in_an_outage_is_one_sentence(folder, proxy, impatient):
         assert checkpoints.wait()
         with proxy.failing(503, lambda method, path: method != "GET"):
             assert not (checkpoints.save(2, state, {}) and checkpoints.wait())
-        assert "the checkpoint of step 2 could not be written: gs://bucket cannot be used" in str(failures[0])
+        assert (
+            "the checkpoint of step 2 could not be written: gs://bucket cannot be used"
+            in str(failures[0])
+        )
         with proxy.failing(503):
             assert not (checkpoints.save(3, state, {}) and checkpoints.wait())
         assert "the checkpoint of step 3 could not be written" in str(failures[-1])
@@ -151,11 +169,17 @@ def test_a_lease_outlives_an_outage(folder, proxy, impatient):
 
 def contents(objects):
     """Return the objects of the bucket: name -> content."""
-    return {str(path.relative_to(objects)): path.read_bytes() for path in objects.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(objects)): path.read_bytes()
+        for path in objects.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
-def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, monkeypatch):
+def test_step_log_in_a_bucket_writes_only_its_last_part_again(
+    folder, objects, monkeypatch
+):
     """Lines are there after `sync`, complete parts stay as they are, readers see one file, a resume deletes later parts."""
     monkeypatch.setattr(folders, "TAIL_BYTES", 40)
     path, written = folder / "metrics.jsonl", []
@@ -163,16 +187,26 @@ def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, m
     for step in range(14):
         before = contents(objects)
         log.write({"step": step})
-        assert len(list(folders.read_lines(path))) == step  # a line is not uploaded at once
+        assert (
+            len(list(folders.read_lines(path))) == step
+        )  # a line is not uploaded at once
         log.sync() if step < 13 else log.close()
         assert len(list(folders.read_lines(path))) == step + 1
-        written += [name for name, value in contents(objects).items() if before.get(name) != value]
+        written += [
+            name
+            for name, value in contents(objects).items()
+            if before.get(name) != value
+        ]
     assert list(folders.read_lines(folder / "eval.jsonl")) == []
-    assert sorted(contents(objects)) == [f"runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003", "")]
+    assert sorted(contents(objects)) == [
+        f"runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003", "")
+    ]
     assert written == sorted(written, key=lambda name: (len(name), name))
     assert max(map(len, contents(objects).values())) < 70
     assert [line["step"] for line in folders.read_lines(path)] == list(range(14))
-    assert [line["step"] for line in folders.read_lines_backwards(path)] == list(range(14))[::-1]
+    assert [line["step"] for line in folders.read_lines_backwards(path)] == list(
+        range(14)
+    )[::-1]
     part = folder / "metrics-002.jsonl"
     part.write_bytes(b"x" + part.read_bytes())
     events = []
@@ -183,7 +217,10 @@ def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, objects, m
     log.write({"step": 3})
     log.close()
     assert [line["step"] for line in folders.read_lines(path)] == list(range(4))
-    assert sorted(contents(objects)) == ["runs/demo/damaged_metrics.jsonl", "runs/demo/metrics.jsonl"]
+    assert sorted(contents(objects)) == [
+        "runs/demo/damaged_metrics.jsonl",
+        "runs/demo/metrics.jsonl",
+    ]
 
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
@@ -196,13 +233,19 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, objects):
         folders.as_path("s3://bucket/runs")
     made = folders.run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
-    assert str(folders.run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
+    assert str(folders.run_folder("gs://bucket/runs", "")).startswith(
+        "gs://bucket/runs/run-"
+    )
     folders.write_whole(made / "config.yml", b"steps: 3\n")
     assert contents(objects)["runs/demo/config.yml"] == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
     writer.flush()
-    (events,) = (value for name, value in contents(objects).items() if "/tensorboard/events" in name)
+    (events,) = (
+        value
+        for name, value in contents(objects).items()
+        if "/tensorboard/events" in name
+    )
     assert b"loss" in events
     writer.close()
 
@@ -214,7 +257,12 @@ def test_one_process_owns_a_run_in_a_bucket(folder, monkeypatch):
         first = json.loads(lock.read_text())
         assert first["host"] == socket.gethostname()
         monkeypatch.setattr(run_lock, "_held", {})  # as in another process
-        with pytest.raises(ConfigError, match="another process trains in gs://bucket/runs/demo"), own_run(folder):
+        with (
+            pytest.raises(
+                ConfigError, match="another process trains in gs://bucket/runs/demo"
+            ),
+            own_run(folder),
+        ):
             pass
     assert not lock.exists()
     # An owner on another host: alive while it writes, dead when it does not.
@@ -241,8 +289,13 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
     folders.write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
-    lines = [{"step": step, "consumed_samples": 2 * step + 2, **line} for step in range(3)]
-    folders.write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+    lines = [
+        {"step": step, "consumed_samples": 2 * step + 2, **line} for step in range(3)
+    ]
+    folders.write_whole(
+        folder / "metrics.jsonl",
+        "".join(json.dumps(line) + "\n" for line in lines).encode(),
+    )
     inputs = parse_inputs([f"{folder}/"])
     assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
@@ -253,7 +306,12 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     setting = f"base_output_directory={folder.parent}"
     assert parse_inputs(["base.yml", setting]).overrides == (setting,)
     with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):
-        rampup.design_ramp(load_config(folder / "config.yml"), str(folder), num_devices=2, train_tokens=1000)
+        rampup.design_ramp(
+            load_config(folder / "config.yml"),
+            str(folder),
+            num_devices=2,
+            train_tokens=1000,
+        )
     with pytest.raises(ConfigError, match=f"no checkpoint in {folder}"):
         rampup.load(str(folder))
 
@@ -263,8 +321,18 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     """A run in a bucket, stopped and resumed, has the losses of a local run; a checkpoint that is not complete is not used."""
 
     def run(base, steps):
-        keys = {"per_device_batch_size": 1, "enable_rampup_batch_size": False, "dataset_type": "synthetic", "steps": steps}
-        keys |= {"base_output_directory": base, "run_name": "demo", "checkpoint_period": 2, "learning_rate_schedule_steps": 5}
+        keys = {
+            "per_device_batch_size": 1,
+            "enable_rampup_batch_size": False,
+            "dataset_type": "synthetic",
+            "steps": steps,
+        }
+        keys |= {
+            "base_output_directory": base,
+            "run_name": "demo",
+            "checkpoint_period": 2,
+            "learning_rate_schedule_steps": 5,
+        }
         return train(load_config("base", command_line(TINY_MODEL | keys)))
 
     summary = run("gs://bucket/runs", 3)
@@ -275,12 +343,15 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, objects, tmp_path):
     assert len(list(folders.read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)
     found, expected = (
-        [line["loss"] for line in folders.read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo")
+        [line["loss"] for line in folders.read_lines(base / "metrics.jsonl")]
+        for base in (folder, tmp_path / "demo")
     )
     np.testing.assert_array_equal(found, expected)
     assert "runs/demo/config.yml" in contents(objects)
     assert not [name for name in contents(objects) if name.endswith(LOCK_FILE)]
     assert rampup.load(str(folder)).step == 5
-    measured = rampup.find_critical_batch_size(str(folder), multiples=(1, 2), tokens=1024)
+    measured = rampup.find_critical_batch_size(
+        str(folder), multiples=(1, 2), tokens=1024
+    )
     assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")
     assert (measured.folder / "result.json").exists()

@@ -11,7 +11,9 @@ from rampup.errors import MissingDependencyError, StorageError
 from rampup.loop.metrics import TensorBoardWriter, WandbWriter, required
 
 
-def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again(tmp_path):
+def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again(
+    tmp_path,
+):
     """Event files hold the scalars by step; those from the step that a resumed run starts with replace the old ones."""
     first = TensorBoardWriter(tmp_path)
     for step in range(4):
@@ -21,7 +23,11 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again
     second = TensorBoardWriter(tmp_path, start=2)
     second.write_scalars(2, {"loss": 2.5})
     second.close()
-    losses = [(step, value) for step, tag, value in tensorboard_events(tmp_path) if tag == "loss"]
+    losses = [
+        (step, value)
+        for step, tag, value in tensorboard_events(tmp_path)
+        if tag == "loss"
+    ]
     assert losses == [(0, 4.0), (1, 3.0), (2, 2.5)]
 
 
@@ -32,7 +38,11 @@ def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
     writer = TensorBoardWriter(tmp_path)
     writer.write_scalars(0, {"loss": 1.0})
     writer.flush()
-    with mock.patch.object(RecordWriter, "write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+    with mock.patch.object(
+        RecordWriter,
+        "write",
+        side_effect=OSError(errno.ENOSPC, "No space left on device"),
+    ):
         writer.write_scalars(1, {"loss": 2.0})
     with pytest.raises(StorageError, match="No space left on device"):
         writer.flush()
@@ -40,7 +50,10 @@ def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path):
     writer.flush()
     writer.close()
     assert len(list(tmp_path.iterdir())) == 2
-    assert [(step, value) for step, _, value in tensorboard_events(tmp_path)] == [(0, 1.0), (2, 3.0)]
+    assert [(step, value) for step, _, value in tensorboard_events(tmp_path)] == [
+        (0, 1.0),
+        (2, 3.0),
+    ]
 
 
 def test_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
@@ -51,17 +64,35 @@ def test_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
     writer.write_scalars(7, {"loss": 1.5})
     writer.flush()
     writer.close()
-    options = {"project": "p", "id": "ramp", "name": "ramp", "resume": "allow", "config": {"steps": 3}}
+    options = {
+        "project": "p",
+        "id": "ramp",
+        "name": "ramp",
+        "resume": "allow",
+        "config": {"steps": 3},
+    }
     assert fake.init.call_args.kwargs.items() >= options.items()
     call = mock.call
-    steps = [call.define_metric("step", hidden=True), call.define_metric("*", step_metric="step")]
-    assert fake.init.return_value.mock_calls == [*steps, call.log({"loss": 1.5, "step": 7}), call.finish()]
+    steps = [
+        call.define_metric("step", hidden=True),
+        call.define_metric("*", step_metric="step"),
+    ]
+    assert fake.init.return_value.mock_calls == [
+        *steps,
+        call.log({"loss": 1.5, "step": 7}),
+        call.finish(),
+    ]
 
 
-@pytest.mark.parametrize(("package", "key"), [("tensorboardX", "enable_tensorboard"), ("wandb", "wandb_project")])
+@pytest.mark.parametrize(
+    ("package", "key"),
+    [("tensorboardX", "enable_tensorboard"), ("wandb", "wandb_project")],
+)
 def test_a_missing_package_is_named_with_its_key(monkeypatch, package, key):
     """The error says which key asks for the package and how to install it."""
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=f"{key} needs {package}: pip install 'rampup\\[") as caught:
+    with pytest.raises(
+        MissingDependencyError, match=f"{key} needs {package}: pip install 'rampup\\["
+    ) as caught:
         required(package)
     assert caught.value.key == key

@@ -20,18 +20,37 @@ from rampup.plan.topology import CHIPS, Topology, known_topologies, peak_flops
         (8, {"data": -1, "tensor": 2}, {}, -1, {"data": 4, "tensor": 2}),
         (16, {"fsdp": 4}, {"data": -1}, -1, {"fsdp": 4, "data": 4}),
         (16, {"fsdp": -1}, {"data": -1}, 2, {"fsdp": 8, "data": 2}),
-        (16, {"data": 2, "pipeline": 2}, {"pipeline": 2, "data": 2}, -1, {"data": 4, "pipeline": 4}),
-        (64, {"data": -1, "context": 2, "expert": 2}, {"data": 2}, 2, {"data": 16, "context": 2, "expert": 2}),
+        (
+            16,
+            {"data": 2, "pipeline": 2},
+            {"pipeline": 2, "data": 2},
+            -1,
+            {"data": 4, "pipeline": 4},
+        ),
+        (
+            64,
+            {"data": -1, "context": 2, "expert": 2},
+            {"data": 2},
+            2,
+            {"data": 16, "context": 2, "expert": 2},
+        ),
     ],
 )
 def test_resolve(devices, ici, dcn, slices, expected):
     """Sizes of -1 are inferred, and the sizes of dcn and ici are multiplied."""
     axes = MeshAxes.resolve(devices, ici=ici, dcn=dcn, num_slices=slices)
-    assert {axis: getattr(axes, axis) for axis in AXES} == dict.fromkeys(AXES, 1) | expected
+    assert {axis: getattr(axes, axis) for axis in AXES} == dict.fromkeys(
+        AXES, 1
+    ) | expected
     assert axes.num_devices == devices
 
 
-@given(st.integers(1, 64), st.fixed_dictionaries({axis: st.sampled_from([-1, 0, 1, 1, 2, 3]) for axis in AXES}))
+@given(
+    st.integers(1, 64),
+    st.fixed_dictionaries(
+        {axis: st.sampled_from([-1, 0, 1, 1, 2, 3]) for axis in AXES}
+    ),
+)
 def test_resolve_uses_all_devices_or_raises(devices, ici):
     """Any request either multiplies to the number of devices or raises an error that names a key."""
     try:
@@ -40,7 +59,14 @@ def test_resolve_uses_all_devices_or_raises(devices, ici):
         assert error.key
     else:
         assert axes.num_devices == devices
-        assert axes.data_parallel_size * axes.tensor * axes.context * axes.expert * axes.pipeline == devices
+        assert (
+            axes.data_parallel_size
+            * axes.tensor
+            * axes.context
+            * axes.expert
+            * axes.pipeline
+            == devices
+        )
         assert all(size in (-1, getattr(axes, axis)) for axis, size in ici.items())
 
 
@@ -50,10 +76,18 @@ def test_resolve_uses_all_devices_or_raises(devices, ici):
         ({"data": -1, "fsdp": -1}, {}, r"only one ici_\*_parallelism may be -1"),
         ({"tensor": 0}, {}, "ici_tensor_parallelism=0 must be -1"),
         ({"tensor": -2}, {}, "ici_tensor_parallelism=-2 must be -1"),
-        ({"tensor": 3, "data": -1}, {}, "=8 must be a multiple of ici_tensor_parallelism = 3|slices\\)=8 must be a multiple"),
+        (
+            {"tensor": 3, "data": -1},
+            {},
+            "=8 must be a multiple of ici_tensor_parallelism = 3|slices\\)=8 must be a multiple",
+        ),
         ({"data": 4}, {}, "ici_data_parallelism = 4 must be devices per slice"),
         ({"data": 16}, {}, "ici_data_parallelism = 16 must be devices per slice"),
-        ({"data": -1}, {"data": 3}, "num_devices=8 must be a multiple of the number of slices = 3"),
+        (
+            {"data": -1},
+            {"data": 3},
+            "num_devices=8 must be a multiple of the number of slices = 3",
+        ),
     ],
 )
 def test_resolve_refuses_other_sizes(ici, dcn, message):
@@ -64,9 +98,14 @@ def test_resolve_refuses_other_sizes(ici, dcn, message):
 
 def test_resolve_keeps_the_slices_of_each_axis():
     """The slices along each axis are kept beside the sizes over all slices, inferred ones too; they divide their axis."""
-    axes = MeshAxes.resolve(32, ici={"fsdp": -1}, dcn={"data": -1, "pipeline": 2}, num_slices=4)
+    axes = MeshAxes.resolve(
+        32, ici={"fsdp": -1}, dcn={"data": -1, "pipeline": 2}, num_slices=4
+    )
     assert (axes.data, axes.fsdp, axes.pipeline, axes.num_slices) == (2, 8, 2, 4)
-    assert dict(zip(AXES, axes.slices, strict=True)) == dict.fromkeys(AXES, 1) | {"data": 2, "pipeline": 2}
+    assert dict(zip(AXES, axes.slices, strict=True)) == dict.fromkeys(AXES, 1) | {
+        "data": 2,
+        "pipeline": 2,
+    }
     assert MeshAxes.resolve(8, ici={"data": -1}).num_slices == 1
     for slices in ((3, 1, 1, 1, 1, 1), (1, 2, 1, 1, 1, 1), (0, 1, 1, 1, 1, 1)):
         with pytest.raises(ConfigError, match="slices do not divide"):
@@ -98,9 +137,16 @@ def test_all_known_topologies_read_back():
     """Every listed slice is found by both its names and has published figures with a source."""
     seen = set()
     for topology in known_topologies():
-        assert Topology.parse(topology.name) == Topology.parse(topology.product_name) == topology
+        assert (
+            Topology.parse(topology.name)
+            == Topology.parse(topology.product_name)
+            == topology
+        )
         facts = topology.to_dict()
-        assert all(facts[name] > 0 for name in ("hbm_bytes", "peak_flops", "hbm_bandwidth", "ici_bandwidth"))
+        assert all(
+            facts[name] > 0
+            for name in ("hbm_bytes", "peak_flops", "hbm_bandwidth", "ici_bandwidth")
+        )
         assert facts["source"].startswith("https://")
         assert topology.num_devices == math.prod(topology.shape) * topology.chip.devices
         seen.add(topology.chip.name)
@@ -111,11 +157,23 @@ def test_slices_multiply_the_devices():
     """A number in front of either name is a number of slices."""
     for text in ("2*v5e:4x4", "2 * v5litepod-16", "2x v5e-16", "2*V5E:4X4"):
         topology = Topology.parse(text)
-        assert (topology.name, topology.num_devices, topology.num_slices) == ("2*v5e:4x4", 32, 2)
+        assert (topology.name, topology.num_devices, topology.num_slices) == (
+            "2*v5e:4x4",
+            32,
+            2,
+        )
 
 
-NEAREST = {"v6e:64x64": ("v6e:16x16",), "v5e:3x3": ("v5e:2x4", "v5e:4x4"), "v5e-12": ("v5e:2x4", "v5e:4x4")}
-NEAREST |= {"v5e:4x4x4": ("v5e:8x8",), "v5p:4x4x2": ("v5p:2x4x4",), "v5p-100": ("v5p:2x4x4", "v5p:4x4x4")}
+NEAREST = {
+    "v6e:64x64": ("v6e:16x16",),
+    "v5e:3x3": ("v5e:2x4", "v5e:4x4"),
+    "v5e-12": ("v5e:2x4", "v5e:4x4"),
+}
+NEAREST |= {
+    "v5e:4x4x4": ("v5e:8x8",),
+    "v5p:4x4x2": ("v5p:2x4x4",),
+    "v5p-100": ("v5p:2x4x4", "v5p:4x4x4"),
+}
 NEAREST |= {"v9:2x2": tuple(CHIPS), "v5e:xx": ("v5e:8x8",)}
 NEAREST |= dict.fromkeys(["0*v5e:2x2", "v5e", "", f"v5e:{'9' * 5000}x1", None], ())
 
@@ -129,8 +187,18 @@ def test_unknown_slices_are_refused_with_the_nearest(text, nearest):
     assert tuple(error.value.nearest) == nearest
 
 
-PEAKS = {"TPU v5 lite": 197e12, "TPU v5": 459e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12}
-PEAKS |= {"NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA L4": 121e12, "NVIDIA GeForce RTX 3090": None, "cpu": None}
+PEAKS = {
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+}
+PEAKS |= {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 3090": None,
+    "cpu": None,
+}
 
 
 @pytest.mark.parametrize(("kind", "peak"), PEAKS.items())

@@ -8,9 +8,25 @@ from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError
 from rampup.plan import numbers
-from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, parse_count, to_yaml_number
+from rampup.plan.numbers import (
+    divisors,
+    exact_fraction,
+    nearest_in,
+    nearest_multiples,
+    parse_count,
+    to_yaml_number,
+)
 
-COUNTS = {"250B": 250 * 10**9, "2.01K": 2010, "117.25b": 117_250 * 10**6, "1_000": 1000, "0": 0, "0.5K": 500, " 7 ": 7, 12: 12}
+COUNTS = {
+    "250B": 250 * 10**9,
+    "2.01K": 2010,
+    "117.25b": 117_250 * 10**6,
+    "1_000": 1000,
+    "0": 0,
+    "0.5K": 500,
+    " 7 ": 7,
+    12: 12,
+}
 
 
 @pytest.mark.parametrize(("text", "value"), COUNTS.items())
@@ -21,7 +37,25 @@ def test_parse_count_is_exact(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    [*["-1", "B", "1G", "inf", "nan", "1e30", "1e999999999", "1e-999999999", "two", "1,000", "0x10", "1BB"], "", "1 000", None],
+    [
+        *[
+            "-1",
+            "B",
+            "1G",
+            "inf",
+            "nan",
+            "1e30",
+            "1e999999999",
+            "1e-999999999",
+            "two",
+            "1,000",
+            "0x10",
+            "1BB",
+        ],
+        "",
+        "1 000",
+        None,
+    ],
 )
 def test_parse_count_rejects(text):
     """Text that is not a whole count up to 10**18 is rejected."""
@@ -38,7 +72,22 @@ def test_exact_fraction_of_decimals(number):
 
 
 @pytest.mark.parametrize(
-    "value", [True, "x", "1/0", "1/2/3", None, [], "", float("inf"), float("nan"), "sNaN", "1e400", 1e19, "1e-400"]
+    "value",
+    [
+        True,
+        "x",
+        "1/0",
+        "1/2/3",
+        None,
+        [],
+        "",
+        float("inf"),
+        float("nan"),
+        "sNaN",
+        "1e400",
+        1e19,
+        "1e-400",
+    ],
 )
 def test_exact_fraction_rejects(value):
     """Values that are not finite numbers of a sensible magnitude are rejected."""
@@ -63,13 +112,20 @@ def test_an_error_has_the_nearest_multiples(value, divisor):
 
 @example(Fraction(16), Fraction(8), Fraction(0))
 @example(Fraction(3), Fraction(8), Fraction(0))
-@given(st.fractions(-9, 9, max_denominator=6), st.fractions("1/6", 3, max_denominator=6), st.fractions(0, 3, max_denominator=6))
+@given(
+    st.fractions(-9, 9, max_denominator=6),
+    st.fractions("1/6", 3, max_denominator=6),
+    st.fractions(0, 3, max_denominator=6),
+)
 def test_nearest_multiples_with_offset(value, step, offset):
     """Fractions are the positive numbers offset + n * step around a value, found by listing them all."""
     listed = [offset + n * step for n in range(-100, 101)]
     above = min(n for n in listed if n >= value and n > 0)
     below = [n for n in listed if 0 < n < above]
-    assert nearest_multiples(value, step, offset) == [*([max(below)] if below else []), above]
+    assert nearest_multiples(value, step, offset) == [
+        *([max(below)] if below else []),
+        above,
+    ]
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000))
@@ -78,4 +134,6 @@ def test_divisors_and_nearest_in(number, value):
     found = divisors(number)
     assert found == [n for n in range(1, number + 1) if number % n == 0]
     below, above = [n for n in found if n < value], [n for n in found if n > value]
-    assert nearest_in(value, found) == ([max(below)] if below else []) + ([min(above)] if above else [])
+    assert nearest_in(value, found) == ([max(below)] if below else []) + (
+        [min(above)] if above else []
+    )

@@ -10,14 +10,30 @@ from hypothesis import strategies as st
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan, describe, pipeline
-from rampup.plan.pipeline import Timetable, pass_bubble, pass_ticks, pipeline_candidates, pipeline_repeats, predicted_time
+from rampup.plan.pipeline import (
+    Timetable,
+    pass_bubble,
+    pass_ticks,
+    pipeline_candidates,
+    pipeline_repeats,
+    predicted_time,
+)
 
-PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8, "per_device_batch_size": 16}
+PIPELINE = {
+    "ici_pipeline_parallelism": 4,
+    "base_num_decoder_layers": 8,
+    "per_device_batch_size": 16,
+}
 PIPELINE |= {"rampup_microbatch": "per_phase", "num_layers_per_pipeline_stage": 2}
 
 
 REPEATS = {(8, 4, 1, -1): 2, (8, 4, 2, -1): 1, (8, 1, 1, -1): 1, (12, 2, 2, 3): 3}
-NEAREST = {(8, 3, 1, -1): (6, 9), (8, 4, 3, -1): (12,), (8, 4, 1, 3): (12,), (0, 4, 1, -1): (1,)}
+NEAREST = {
+    (8, 3, 1, -1): (6, 9),
+    (8, 4, 3, -1): (12,),
+    (8, 4, 1, 3): (12,),
+    (0, 4, 1, -1): (1,),
+}
 NEAREST |= dict.fromkeys([(8, 1, 1, 2), (8, 4, 1, 0)], (-1, 1))
 
 
@@ -44,15 +60,24 @@ def test_stage_layer_order_assigns_chunks_in_turn(repeats):
         assert layer // size % 4 == place // (24 // 4)
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 6, 3)])
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 6, 3)]
+)
 def test_predicted_time_agrees_with_the_timetable(p, m, v):
     """If forward and backward of a chunk cost b/v + h together, the makespan is the predicted time."""
     b, h = 3, Fraction(1, 2)
     cost = (Fraction(b) + v * h) / 2
     table = Timetable.build(
-        "interleaved", num_stages=p, num_microbatches=m, num_repeats=v, forward_cost=cost, backward_cost=cost
+        "interleaved",
+        num_stages=p,
+        num_microbatches=m,
+        num_repeats=v,
+        forward_cost=cost,
+        backward_cost=cost,
     )
-    assert predicted_time(m, b, num_stages=p, num_repeats=v, overhead=h) == table.makespan
+    assert (
+        predicted_time(m, b, num_stages=p, num_repeats=v, overhead=h) == table.makespan
+    )
 
 
 def test_bubble_is_that_of_the_program():
@@ -69,21 +94,36 @@ def test_bubble_is_that_of_the_program():
         assert pass_ticks(p, m, v) == ticks
         assert pass_bubble(p, m, v) == 1 - Fraction(len(runs), p * ticks)
     splitter = BatchSplitter(
-        data_parallel_size=1, num_stages=4, num_repeats=3, num_pipeline_microbatches=5, strict_multiple=False
+        data_parallel_size=1,
+        num_stages=4,
+        num_repeats=3,
+        num_pipeline_microbatches=5,
+        strict_multiple=False,
     )
-    plan = RampPlan(ramp=BatchRamp.constant(5), splitter=splitter, num_devices=4, axes=MeshAxes(pipeline=4), total_steps=1)
+    plan = RampPlan(
+        ramp=BatchRamp.constant(5),
+        splitter=splitter,
+        num_devices=4,
+        axes=MeshAxes(pipeline=4),
+        total_steps=1,
+    )
     assert plan.phase_rows()[0]["bubble_fraction"] == 9 / 24
 
 
 def test_number_of_microbatches_is_chosen_by_the_ticks_of_the_program():
     """Five microbatches in four stages with two repeats are best by the 13 ticks of balanced groups, but they take 16."""
     choices = pipeline_candidates(5, num_stages=4, overhead=Fraction(2), repeats=(2,))
-    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [(1, 36), (5, 40)]
+    assert [(c.num_pipeline_microbatches, c.predicted_time) for c in choices] == [
+        (1, 36),
+        (5, 40),
+    ]
 
 
 def test_pipeline_candidates_are_complete_and_sorted():
     """Every divisor that is a multiple of p appears, in the order of predicted time."""
-    choices = pipeline_candidates(48, num_stages=4, overhead=Fraction(1, 3), repeats=(1, 2), multiple=4)
+    choices = pipeline_candidates(
+        48, num_stages=4, overhead=Fraction(1, 3), repeats=(1, 2), multiple=4
+    )
     shapes = {(c.num_pipeline_microbatches, c.num_repeats) for c in choices}
     assert shapes == {(m, v) for m in (4, 8, 12, 16, 24, 48) for v in (1, 2)}
     assert all(c.num_pipeline_microbatches * c.microbatch_size == 48 for c in choices)
@@ -93,20 +133,39 @@ def test_pipeline_candidates_are_complete_and_sorted():
 
 def test_per_phase_splits_each_phase_best():
     """`per_phase` chooses the best m for every phase."""
-    splitter = BatchSplitter(data_parallel_size=1, num_stages=4, rampup_microbatch="per_phase", tick_overhead=Fraction(1))
+    splitter = BatchSplitter(
+        data_parallel_size=1,
+        num_stages=4,
+        rampup_microbatch="per_phase",
+        tick_overhead=Fraction(1),
+    )
     for split in splitter.split([16, 64, 256]):
         best = min(
-            (m for m in range(4, split.global_batch_size + 1, 4) if split.global_batch_size % m == 0),
-            key=lambda m: predicted_time(m, split.global_batch_size // m, num_stages=4, num_repeats=1, overhead=Fraction(1)),
+            (
+                m
+                for m in range(4, split.global_batch_size + 1, 4)
+                if split.global_batch_size % m == 0
+            ),
+            key=lambda m: predicted_time(
+                m,
+                split.global_batch_size // m,
+                num_stages=4,
+                num_repeats=1,
+                overhead=Fraction(1),
+            ),
         )
         assert split.num_pipeline_microbatches == best
 
 
 def test_fixed_split_uses_one_microbatch_size():
     """`fixed` with a measured overhead uses the best size for the last phase among those that divide every phase."""
-    splitter = BatchSplitter(data_parallel_size=1, num_stages=4, tick_overhead=Fraction(2))
+    splitter = BatchSplitter(
+        data_parallel_size=1, num_stages=4, tick_overhead=Fraction(2)
+    )
     splits = splitter.split([24, 48, 96])
-    assert {split.microbatch_size for split in splits} == {splitter.candidates([24, 48, 96])[0].microbatch_size}
+    assert {split.microbatch_size for split in splits} == {
+        splitter.candidates([24, 48, 96])[0].microbatch_size
+    }
     assert all(split.num_pipeline_microbatches % 4 == 0 for split in splits)
     unmeasured = BatchSplitter(data_parallel_size=1, num_stages=4).split([24, 48, 96])
     assert {split.microbatch_size for split in unmeasured} == {6}
@@ -114,7 +173,12 @@ def test_fixed_split_uses_one_microbatch_size():
 
 def test_plan_has_candidates_and_advice():
     """A plan lists the candidates, and advises if a fixed ramp is predicted to be slower than the best of them."""
-    plan = build_plan(Config(**(PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096})), 4)
+    plan = build_plan(
+        Config(
+            **(PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096})
+        ),
+        4,
+    )
     assert len(plan.pipeline_candidates) > 1
     assert plan.splits[-1].num_pipeline_microbatches == 4
     assert any("pipeline_tick_overhead" in note for note in describe.advice(plan))
@@ -125,7 +189,10 @@ def test_plan_has_candidates_and_advice():
 @pytest.mark.parametrize(("overhead", "repeats"), [(0, 2), (100, 1)])
 def test_build_plan_chooses_the_best_repeats(overhead, repeats):
     """More repeats make the bubble smaller but add ticks, so the overhead decides."""
-    keys = PIPELINE | {"num_layers_per_pipeline_stage": -1, "pipeline_tick_overhead": overhead}
+    keys = PIPELINE | {
+        "num_layers_per_pipeline_stage": -1,
+        "pipeline_tick_overhead": overhead,
+    }
     assert build_plan(Config(**keys), 4).splitter.num_repeats == repeats
 
 
@@ -135,7 +202,9 @@ STAGES, MICROBATCHES = range(1, 9), range(1, 33)
 def build(schedule, p, m, v=1, **options):
     """Return a timetable with equal costs of forward and backward unless they are given."""
     options = {"forward_cost": 1, "backward_cost": 1} | options
-    return Timetable.build(schedule, num_stages=p, num_microbatches=m, num_repeats=v, **options)
+    return Timetable.build(
+        schedule, num_stages=p, num_microbatches=m, num_repeats=v, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +223,17 @@ def build(schedule, p, m, v=1, **options):
 def test_build_agrees_with_published_numbers(schedule, p, m, v, slots, bubble, peak):
     """The slots, the bubble and the peak of the first stage are those of other implementations' tables."""
     table = build(schedule, p, m, v)
-    assert (table.makespan * v, table.bubble_fraction, table.peak_live_microbatches[0]) == (slots, bubble, peak)
+    assert (
+        table.makespan * v,
+        table.bubble_fraction,
+        table.peak_live_microbatches[0],
+    ) == (slots, bubble, peak)
 
 
-@pytest.mark.parametrize(("p", "v"), [*((p, 1) for p in STAGES), *itertools.product((2, 3, 4, 5, 8), (2, 3, 4))])
+@pytest.mark.parametrize(
+    ("p", "v"),
+    [*((p, 1) for p in STAGES), *itertools.product((2, 3, 4, 5, 8), (2, 3, 4))],
+)
 def test_closed_forms_agree_with_counts(p, v):
     """For every m up to 32: with repeats the bubble is 1/v as large, and only m < p stalls."""
     for m in MICROBATCHES:
@@ -168,7 +244,10 @@ def test_closed_forms_agree_with_counts(p, v):
             assert table.peak_live_microbatches == peaks(schedule, p, m, v)
         if m >= p and v == 1:
             table = build("zb-h1", p, m, backward_cost=2)
-            assert (table.makespan, table.bubble_fraction) == (3 * m + p - 1, Fraction(p - 1, 3 * m + p - 1))
+            assert (table.makespan, table.bubble_fraction) == (
+                3 * m + p - 1,
+                Fraction(p - 1, 3 * m + p - 1),
+            )
             assert table.peak_live_microbatches == peaks("zb-h1", p, m)
 
 
@@ -183,7 +262,9 @@ def peaks(schedule, p, m, v=1):
             return min(m, after + 1)
         if schedule == "zb-h1":
             return min(m, p)
-        return Fraction(min(v * m, 2 * after + (v - 1) * pipeline.group_sizes(m, p)[0] + 1), v)
+        return Fraction(
+            min(v * m, 2 * after + (v - 1) * pipeline.group_sizes(m, p)[0] + 1), v
+        )
 
     return tuple(map(peak, range(p)))
 
@@ -218,14 +299,21 @@ def test_every_timetable_is_valid_or_refused(schedule, p, m, v, forward, backwar
         if kind == "F" and place:
             assert done["F", (place - 1) % p, k, (place - 1) // p].end <= o.start
         if kind == backwards:
-            needed = ("F", s, k, r) if place == p * v - 1 else (kind, (place + 1) % p, k, (place + 1) // p)
+            needed = (
+                ("F", s, k, r)
+                if place == p * v - 1
+                else (kind, (place + 1) % p, k, (place + 1) // p)
+            )
             assert done[needed].end <= o.start
         if kind == "W":
             assert done["I", s, k, r].end <= o.start
     assert int(table.num_ticks) * table.tick == table.makespan
 
 
-@pytest.mark.parametrize(("p", "m", "v", "sends"), [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))])
+@pytest.mark.parametrize(
+    ("p", "m", "v", "sends"),
+    [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))],
+)
 def test_sends_per_stage(p, m, v, sends):
     """Each stage sends activations forward and gradients backward. The ends of the pipeline send nothing."""
     assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
@@ -234,7 +322,11 @@ def test_sends_per_stage(p, m, v, sends):
 @pytest.mark.parametrize(
     ("change", "key", "nearest"),
     [
-        ({"schedule": "2f2b"}, "schedule", ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")),
+        (
+            {"schedule": "2f2b"},
+            "schedule",
+            ("gpipe", "1f1b", "interleaved", "circular", "zb-h1"),
+        ),
         ({"num_stages": 0}, "stages", (1,)),
         ({"num_microbatches": 0}, "microbatches", (1,)),
         ({"num_repeats": -1}, "repeats", (1,)),

@@ -16,15 +16,27 @@ WRONG_ORDER = "250:32 0:8 100:16"
 
 def table(ramp):
     """Return a ramp in the format of the reference files."""
-    return [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in ramp.phases]
+    return [
+        [phase.start_step, phase.global_batch_size, phase.start_sample]
+        for phase in ramp.phases
+    ]
 
 
 def check_steps(ramp, oracle):
     """Check every look-up at each step of a ramp: by step, and by the first and the last sample of the step."""
     consumed = 0
-    for step, size in enumerate(itertools.islice(oracle, min(ramp.ramp_steps + 3, 4000))):
-        assert (ramp.global_batch_size_at(step), ramp.samples_before(step)) == (size, consumed)
-        assert ramp.step_of_sample(consumed) == ramp.step_of_sample(consumed + size - 1) == step
+    for step, size in enumerate(
+        itertools.islice(oracle, min(ramp.ramp_steps + 3, 4000))
+    ):
+        assert (ramp.global_batch_size_at(step), ramp.samples_before(step)) == (
+            size,
+            consumed,
+        )
+        assert (
+            ramp.step_of_sample(consumed)
+            == ramp.step_of_sample(consumed + size - 1)
+            == step
+        )
         assert ramp.phase_of_sample(consumed) is ramp.phase_at(step)
         consumed += size
 
@@ -36,19 +48,33 @@ def test_ramps_agree_with_megatron(case):
     if "rampup_batch_size" in keys:
         start, increment, samples = keys["rampup_batch_size"]
         end = keys["global_batch_size"]
-        ramp = BatchRamp.linear(start=start, increment=increment, end=end, samples=samples, carry_overshoot=True)
+        ramp = BatchRamp.linear(
+            start=start,
+            increment=increment,
+            end=end,
+            samples=samples,
+            carry_overshoot=True,
+        )
     elif keys["step_batch_size_schedule"] == WRONG_ORDER:
         with pytest.raises(RampDefinitionError, match="first threshold must be 0"):
             BatchRamp.from_schedule(WRONG_ORDER)
         return
     else:
         text, length = keys["step_batch_size_schedule"], keys["seq_length"]
-        assert [list(pair) for pair in parse_schedule(text, sequence_length=length)] == case["thresholds_samples"]
+        assert [
+            list(pair) for pair in parse_schedule(text, sequence_length=length)
+        ] == case["thresholds_samples"]
         ramp = BatchRamp.from_schedule(text, sequence_length=length)
     assert table(ramp) == case["phases"]
 
 
-linear_keys = st.tuples(st.integers(1, 20), st.integers(1, 9), st.integers(1, 12), st.integers(1, 3000), st.booleans())
+linear_keys = st.tuples(
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.integers(1, 3000),
+    st.booleans(),
+)
 
 
 @given(linear_keys)
@@ -56,8 +82,16 @@ def test_linear_agrees_with_step_by_step_counting(keys):
     """The closed form of a linear ramp agrees with counting step by step."""
     start, increment, number, samples, carry = keys
     end = start + increment * number
-    ramp = BatchRamp.linear(start=start, increment=increment, end=end, samples=samples, carry_overshoot=carry)
-    check_steps(ramp, linear_steps(start, increment, end, samples, carry_overshoot=carry))
+    ramp = BatchRamp.linear(
+        start=start,
+        increment=increment,
+        end=end,
+        samples=samples,
+        carry_overshoot=carry,
+    )
+    check_steps(
+        ramp, linear_steps(start, increment, end, samples, carry_overshoot=carry)
+    )
     assert ramp.samples_per_increment * ramp.num_increments == samples
 
 
@@ -71,13 +105,27 @@ def test_piecewise_agrees_with_step_by_step_counting(later):
 def test_look_ups_refuse_negative_numbers():
     """Steps and samples are counted from 0."""
     ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
-    for look_up in (ramp.phase_at, ramp.global_batch_size_at, ramp.samples_before, ramp.step_of_sample, ramp.phase_of_sample):
+    for look_up in (
+        ramp.phase_at,
+        ramp.global_batch_size_at,
+        ramp.samples_before,
+        ramp.step_of_sample,
+        ramp.phase_of_sample,
+    ):
         with pytest.raises(RampDefinitionError, match="must not be negative"):
             look_up(-1)
 
 
-BAD = {"": "is empty", "5:8": "first threshold must be 0", "0:8 100": "is not THRESHOLD:SIZE"}
-BAD |= {"0:8 1,000:16": "is not THRESHOLD:SIZE", "0:8 100:0": "must be at least 1", "0:8 100:12.9": "must be a whole number"}
+BAD = {
+    "": "is empty",
+    "5:8": "first threshold must be 0",
+    "0:8 100": "is not THRESHOLD:SIZE",
+}
+BAD |= {
+    "0:8 1,000:16": "is not THRESHOLD:SIZE",
+    "0:8 100:0": "must be at least 1",
+    "0:8 100:12.9": "must be a whole number",
+}
 BAD |= {"0:8 200:16 100:32": "must increase", "0:8 100:16 100:32": "must increase"}
 BAD |= {"0:8 1G:16": "is not a number", "0:8:16": "is not a number"}
 
@@ -113,7 +161,9 @@ def test_phases_are_contiguous_and_of_a_bounded_number():
     """Phases with a gap are rejected, and before it is built a table that could exhaust memory."""
     with pytest.raises(RampDefinitionError, match="too many"):
         BatchRamp.linear(start=1, increment=1, end=MAX_PHASES + 5, samples=10)
-    phase = Phase(index=0, start_step=5, start_sample=0, num_steps=None, global_batch_size=8)
+    phase = Phase(
+        index=0, start_step=5, start_sample=0, num_steps=None, global_batch_size=8
+    )
     with pytest.raises(RampDefinitionError, match="must start at step 0"):
         BatchRamp(phases=(phase,))
     with pytest.raises(RampDefinitionError, match="at least one phase"):
@@ -122,7 +172,10 @@ def test_phases_are_contiguous_and_of_a_bounded_number():
 
 def test_fingerprint_identifies_the_rows():
     """Two definitions of the same ramp have the same one: a threshold that does not change the size does not start a phase."""
-    one, same = BatchRamp.from_schedule("0:8 100:16"), BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)])
+    one, same = (
+        BatchRamp.from_schedule("0:8 100:16"),
+        BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)]),
+    )
     assert table(same) == [[0, 8, 0], [13, 16, 104]]
     assert one.fingerprint == same.fingerprint
     assert one.fingerprint != BatchRamp.from_schedule("0:8 105:16").fingerprint

@@ -15,7 +15,9 @@ from rampup.lm.transformer import LanguageModel, packed_hidden
 from rampup.rl.generation import Sampling, generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
-MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
+MODEL = LanguageModel(
+    num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16
+)
 
 
 @functools.cache
@@ -24,23 +26,43 @@ def params_of_model():
     return jax.tree.map(lambda x: 1.5 * x, jax.jit(MODEL.init)(jax.random.key(0)))
 
 
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
+PROMPTS = [
+    [5, 6, 7],
+    [8],
+    [9, 10, 11, 12, 13],
+    [1, 2],
+    [3, 3, 3, 3],
+    [4],
+    [7, 8],
+    [15, 14, 13],
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["one", "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """To 1e-5, for rows of all lengths; the tokens do not depend on the devices, and the end token is the last and counts."""
-    options, devices = {"max_response_length": 9, "end_token": 2, "seed": 3}, toy.mesh_of(mesh)
+    options, devices = (
+        {"max_response_length": 9, "end_token": 2, "seed": 3},
+        toy.mesh_of(mesh),
+    )
     placed = jax.device_put(params_of_model(), MODEL.shardings(devices))
-    found = generate(MODEL, placed, PROMPTS, mesh=devices, log_probabilities=True, **options)
-    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
+    found = generate(
+        MODEL, placed, PROMPTS, mesh=devices, log_probabilities=True, **options
+    )
+    log_p = np.asarray(
+        token_log_probabilities(
+            MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]
+        )
+    )
     assert len(set(found.response_length.tolist())) > 1
     if mesh != "one":
         alone = generate(MODEL, params_of_model(), PROMPTS, **options)
         np.testing.assert_array_equal(found.tokens, alone.tokens)
         assert alone.log_probabilities is None
-    for row, (prompt, start, length) in enumerate(zip(PROMPTS, found.prompt_length, found.response_length, strict=True)):
+    for row, (prompt, start, length) in enumerate(
+        zip(PROMPTS, found.prompt_length, found.response_length, strict=True)
+    ):
         tokens, whole = found.tokens[row], np.zeros(9)
         whole[:length] = log_p[row, start - 1 : start - 1 + length]
         np.testing.assert_allclose(found.log_probabilities[row], whole, atol=1e-5)
@@ -55,9 +77,14 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
 def test_a_model_without_a_cache_samples_the_same():
     """A function of tokens runs whole rows for every token, with the same numbers."""
     options = {"max_response_length": 6, "seed": 1, "log_probabilities": True}
-    cached, whole = (generate(model, params_of_model(), PROMPTS, **options) for model in (MODEL, MODEL.logits))
+    cached, whole = (
+        generate(model, params_of_model(), PROMPTS, **options)
+        for model in (MODEL, MODEL.logits)
+    )
     np.testing.assert_array_equal(cached.tokens, whole.tokens)
-    np.testing.assert_allclose(cached.log_probabilities, whole.log_probabilities, atol=1e-5)
+    np.testing.assert_allclose(
+        cached.log_probabilities, whole.log_probabilities, atol=1e-5
+    )
 
 
 def test_linen_and_nnx_models_generate():
@@ -70,7 +97,10 @@ def test_linen_and_nnx_models_generate():
 
     class Nnx(nnx.Module):
         def __init__(self, rngs):
-            self.embed, self.out = nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)
+            self.embed, self.out = (
+                nnx.Embed(8, 4, rngs=rngs),
+                nnx.Linear(4, 8, rngs=rngs),
+            )
 
         def __call__(self, tokens):
             return self.out(self.embed(tokens))
@@ -104,7 +134,9 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
         return jnp.broadcast_to(params, (*tokens.shape, 4))
 
     params = jnp.log(jnp.array([0.1, 0.2, 0.3, 0.4]))
-    found = generate(logits, params, [[1]] * 2000, max_response_length=10, sampling=sampling)
+    found = generate(
+        logits, params, [[1]] * 2000, max_response_length=10, sampling=sampling
+    )
     counts = np.bincount(found.tokens[:, 1:].ravel(), minlength=4)
     likely = np.array(probabilities) > 0
     from scipy import stats  # takes a second
@@ -119,21 +151,52 @@ def test_packed_rows_are_computed_like_single_ones():
     """Three sequences in one row have the hidden states that each has alone, whatever the padding contains."""
     sequences = [[5, 6, 7, 1], [8, 2], [9, 10, 11]]
     tokens = np.array([[*sequences[0], *sequences[1], *sequences[2], 4, 4]])
-    positions, segments = np.array([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0]]), np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]])
-    packed = MODEL.head(params_of_model(), packed_hidden(MODEL, params_of_model(), tokens, positions, segments))[0]
-    single = np.concatenate([MODEL.logits(params_of_model(), np.array([sequence]))[0] for sequence in sequences])
+    positions, segments = (
+        np.array([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0]]),
+        np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]]),
+    )
+    packed = MODEL.head(
+        params_of_model(),
+        packed_hidden(MODEL, params_of_model(), tokens, positions, segments),
+    )[0]
+    single = np.concatenate(
+        [
+            MODEL.logits(params_of_model(), np.array([sequence]))[0]
+            for sequence in sequences
+        ]
+    )
     np.testing.assert_allclose(packed[:9], single, atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("call", "key", "rule"),
     [
-        (lambda: generate(MODEL, None, [[]], max_response_length=3), "max_prompt_length", "0 has 0 tokens.*leave it out$"),
-        (lambda: pad_prompts([[1, 2], [1, 2, 3]], 2), "max_prompt_length", "prompt 1 has 3 tokens.* set max_prompt_length=3"),
-        (lambda: generate(MODEL, None, [[1]], max_response_length=0), "max_response_length", "at least 1"),
-        (lambda: generate(MODEL, None, [[1]], max_response_length=1.5), "max_response_length", "whole number"),
+        (
+            lambda: generate(MODEL, None, [[]], max_response_length=3),
+            "max_prompt_length",
+            "0 has 0 tokens.*leave it out$",
+        ),
+        (
+            lambda: pad_prompts([[1, 2], [1, 2, 3]], 2),
+            "max_prompt_length",
+            "prompt 1 has 3 tokens.* set max_prompt_length=3",
+        ),
+        (
+            lambda: generate(MODEL, None, [[1]], max_response_length=0),
+            "max_response_length",
+            "at least 1",
+        ),
+        (
+            lambda: generate(MODEL, None, [[1]], max_response_length=1.5),
+            "max_response_length",
+            "whole number",
+        ),
         (lambda: Sampling(temperature=-1), "decode_sampling_temperature", "at least 0"),
-        (lambda: Sampling(temperature=float("nan")), "decode_sampling_temperature", "at least 0"),
+        (
+            lambda: Sampling(temperature=float("nan")),
+            "decode_sampling_temperature",
+            "at least 0",
+        ),
         (lambda: Sampling(top_k=1.5), "decode_sampling_top_k", "0 or more"),
         (lambda: Sampling(top_p=0), "decode_sampling_nucleus_p", "above 0"),
         (lambda: Sampling(top_p=2), "decode_sampling_nucleus_p", "at most 1"),

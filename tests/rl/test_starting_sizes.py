@@ -26,18 +26,37 @@ from rampup.rl.starting_sizes import SYSTEMS, suggest
 def test_suggest_from_a_table(system, params, label, published, repository, is_guess):
     """The row of this model size or the next larger one, the repository's sizes, what follows from them, and the source."""
     suggestion = suggest(params, system=system).to_dict()
-    assert (suggestion["published_for"], tuple(suggestion["published"].values())) == (label, published)
-    assert (suggestion["repository"] and tuple(suggestion["repository"].values()), suggestion["memory"]) == (repository, None)
+    assert (suggestion["published_for"], tuple(suggestion["published"].values())) == (
+        label,
+        published,
+    )
+    assert (
+        suggestion["repository"] and tuple(suggestion["repository"].values()),
+        suggestion["memory"],
+    ) == (repository, None)
     text = " ".join(suggestion["notes"])
     words = ["rampup tune", "noisier", "diverse experience"]
-    words += ["out of memory: first trainer.gradient_checkpointing=true", "slow: fewer responses"] if system == "skyrl" else []
+    words += (
+        [
+            "out of memory: first trainer.gradient_checkpointing=true",
+            "slow: fewer responses",
+        ]
+        if system == "skyrl"
+        else []
+    )
     assert all(word in text for word in words)
     assert text.count("community guide") == 1
     assert ("a guess" in text) == is_guess
 
 
 @pytest.mark.parametrize(
-    ("params", "gib", "devices"), [("1B", 80, 1), (80 * 2**30 // 18, 80, 1), (80 * 2**30 // 18 + 1, 80, 2), ("70B", 80, 15)]
+    ("params", "gib", "devices"),
+    [
+        ("1B", 80, 1),
+        (80 * 2**30 // 18, 80, 1),
+        (80 * 2**30 // 18 + 1, 80, 2),
+        ("70B", 80, 15),
+    ],
 )
 def test_memory_rule_of_thumb(params, gib, devices):
     """18 bytes per parameter are shared by the smallest number of devices, exactly at the boundary."""
@@ -51,19 +70,33 @@ def test_sizes_for_skyrl_are_accepted_by_its_rules(tmp_path, params):
     """A file with the suggested sizes runs, and its numbers are those of the notes."""
     suggestion = suggest(params, system="skyrl")
     sizes = suggestion.published
-    settings = [f"trainer.placement.{model}_num_gpus_per_node={sizes['num_devices']}" for model in ("policy", "ref")]
+    settings = [
+        f"trainer.placement.{model}_num_gpus_per_node={sizes['num_devices']}"
+        for model in ("policy", "ref")
+    ]
     path = tmp_path / "skyrl.yml"
-    groups = {"trainer": dict(list(sizes.items())[:3]), "generator": {"n_samples_per_prompt": sizes["n_samples_per_prompt"]}}
+    groups = {
+        "trainer": dict(list(sizes.items())[:3]),
+        "generator": {"n_samples_per_prompt": sizes["n_samples_per_prompt"]},
+    }
     path.write_text(json.dumps(groups))
     verdict = check_file(path, "skyrl", settings)
     assert verdict.ok
     derived = verdict.derived
     note = next(note for note in suggestion.notes if "optimizer steps of" in note)
-    assert f"{derived['optimizer_steps']} optimizer steps of {derived['mini_batch_samples']:,}" in note
-    assert f"{derived['data_parallel_size']} replicas * {derived['accumulation_steps']} passes" in note
+    assert (
+        f"{derived['optimizer_steps']} optimizer steps of {derived['mini_batch_samples']:,}"
+        in note
+    )
+    assert (
+        f"{derived['data_parallel_size']} replicas * {derived['accumulation_steps']} passes"
+        in note
+    )
 
 
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("trlx", "skyrl")])
+@pytest.mark.parametrize(
+    "system", [name for name in SYSTEMS if name not in ("trlx", "skyrl")]
+)
 def test_suggest_for_systems_without_a_table(system):
     """Without memory, the error names the systems with a table. With memory, a note says so."""
     with pytest.raises(ConfigError, match="only for trlx") as caught:
@@ -71,14 +104,22 @@ def test_suggest_for_systems_without_a_table(system):
     assert caught.value.key == "memory-gib"
     suggestion = suggest("6B", system=system, memory_gib="80")
     assert suggestion.published is None
-    assert any("no table of starting sizes is published" in note for note in suggestion.notes)
+    assert any(
+        "no table of starting sizes is published" in note for note in suggestion.notes
+    )
 
 
 @pytest.mark.parametrize(
     ("params", "memory", "key"),
     [
-        *((params, None, "params") for params in ("0", "-1", "6X", "", "1e30", "0.5", "nan", "B")),
-        *(("6B", memory, "memory-gib") for memory in ("0", "-80", "x", "nan", "inf", "1e7", "1e-18", "")),
+        *(
+            (params, None, "params")
+            for params in ("0", "-1", "6X", "", "1e30", "0.5", "nan", "B")
+        ),
+        *(
+            ("6B", memory, "memory-gib")
+            for memory in ("0", "-80", "x", "nan", "inf", "1e7", "1e-18", "")
+        ),
     ],
 )
 def test_suggest_rejects_bad_numbers(params, memory, key):

@@ -16,7 +16,13 @@ grpo_learner = pytest.importorskip("tunix.rl.grpo.grpo_learner")
 
 S, P, R, V, EPSILON, BETA = 8, 3, 5, 11, 0.2, 0.1
 # Tunix has no aggregation by groups.
-NAMES = dict(zip(AGGREGATIONS[:3], ("token-mean", "seq-mean-token-sum", "sequence-mean-token-mean"), strict=True))
+NAMES = dict(
+    zip(
+        AGGREGATIONS[:3],
+        ("token-mean", "seq-mean-token-sum", "sequence-mean-token-mean"),
+        strict=True,
+    )
+)
 
 
 class Bigram(nnx.Module):
@@ -40,7 +46,12 @@ def test_loss_and_gradient_are_tunix(mode):
     counts = np.arange(R) < lengths[:, None]
     tokens[:, P:][~counts] = 0
     # Near the probabilities of a new model, log(1 / V).
-    old, reference = (np.where(counts, -np.log(V) + 0.3 * rng.normal(size=(S, R)), 0).astype(np.float32) for _ in range(2))
+    old, reference = (
+        np.where(counts, -np.log(V) + 0.3 * rng.normal(size=(S, R)), 0).astype(
+            np.float32
+        )
+        for _ in range(2)
+    )
     advantages = group_advantages(rng.normal(size=S), 4)
 
     example = common.TrainExample(
@@ -53,17 +64,27 @@ def test_loss_and_gradient_are_tunix(mode):
         old_per_token_logps=jnp.asarray(old),
     )
     config = grpo_learner.GRPOConfig(
-        num_generations=4, beta=BETA, epsilon=EPSILON, loss_agg_mode=NAMES[mode], kl_loss_mode="low_var_kl"
+        num_generations=4,
+        beta=BETA,
+        epsilon=EPSILON,
+        loss_agg_mode=NAMES[mode],
+        kl_loss_mode="low_var_kl",
     )
     for name, value in {"temperature": 1.0, "kl_clamp_value": None}.items():
         if not hasattr(config, name):
             setattr(config, name, value)
 
-    theirs = nnx.value_and_grad(lambda model: algo.grpo_loss_fn(model, example, config, pad_id=0, eos_id=V)[0])
+    theirs = nnx.value_and_grad(
+        lambda model: algo.grpo_loss_fn(model, example, config, pad_id=0, eos_id=V)[0]
+    )
     loss, grads = theirs(model)
 
     policy, params = split_policy(model)
-    arrays = {"tokens": tokens, "prompt_length": np.full(S, P), "response_length": lengths}
+    arrays = {
+        "tokens": tokens,
+        "prompt_length": np.full(S, P),
+        "response_length": lengths,
+    }
     arrays |= {"log_probabilities": old, "reference_log_probabilities": reference}
     arrays |= {"advantages": np.where(counts, advantages[:, None], 0)}
     rows = loss_rows(arrays, loss_agg_mode=mode)
@@ -75,7 +96,9 @@ def test_loss_and_gradient_are_tunix(mode):
 
     own_loss, own_grads = jax.value_and_grad(ours)(params)
     assert float(own_loss) == pytest.approx(float(loss), abs=1e-5)
-    for own, other in zip(jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True):
+    for own, other in zip(
+        jax.tree.leaves(own_grads), jax.tree.leaves(grads), strict=True
+    ):
         np.testing.assert_allclose(own, other, atol=1e-5)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(own_grads)) > 1e-2
 
@@ -83,5 +106,7 @@ def test_loss_and_gradient_are_tunix(mode):
 def test_advantages_are_tunix():
     """Groups with and without spread."""
     rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0])
-    theirs = algo.function_registry.get_advantage_estimator("grpo")(rewards=rewards, num_generations=4)
+    theirs = algo.function_registry.get_advantage_estimator("grpo")(
+        rewards=rewards, num_generations=4
+    )
     np.testing.assert_allclose(group_advantages(rewards, 4), theirs, atol=1e-5)

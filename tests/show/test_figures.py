@@ -11,19 +11,33 @@ import pytest
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.pipeline import SCHEDULES, Timetable
-from rampup.show.figures import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable, svg_element
+from rampup.show.figures import (
+    draw_batch,
+    draw_memory,
+    draw_rate,
+    draw_runs,
+    draw_timetable,
+    svg_element,
+)
 from rampup.show.series import RunMetrics
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'")
+pytest.importorskip(
+    "matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'"
+)
 RAMP = Config(enable_rampup_batch_size=True)
-PIPELINE = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8)
+PIPELINE = Config(
+    enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8
+)
 GIB = 2**30
 
 
 def run(name="a", steps=30):
     """Return the metrics of a made-up run, one of whose losses is not finite."""
     line = {"global_batch_size": 8, "phase": 0, "tokens_per_second": 100.0}
-    lines = [line | {"step": n, "consumed_samples": 8 * (n + 1), "loss": 5 - n / 10} for n in range(steps)]
+    lines = [
+        line | {"step": n, "consumed_samples": 8 * (n + 1), "loss": 5 - n / 10}
+        for n in range(steps)
+    ]
     lines[3]["loss"] = None
     return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 2.5}])
 
@@ -35,12 +49,26 @@ def texts(figure):
     figure.draw_without_rendering()
     ticks = {}
     for axes in figure.axes:
-        for axis, (low, high), place in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1)):
-            ticks |= {label: low <= label.get_position()[place] <= high for label in axis.get_ticklabels()}
-    shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible() and ticks.get(text, True)]
-    boxes = [(text.get_text(), text.get_window_extent().shrunk(0.9, 0.9)) for text in shown]
+        for axis, (low, high), place in (
+            (axes.xaxis, axes.get_xlim(), 0),
+            (axes.yaxis, axes.get_ylim(), 1),
+        ):
+            ticks |= {
+                label: low <= label.get_position()[place] <= high
+                for label in axis.get_ticklabels()
+            }
+    shown = [
+        text
+        for text in figure.findobj(Text)
+        if text.get_text() and text.get_visible() and ticks.get(text, True)
+    ]
+    boxes = [
+        (text.get_text(), text.get_window_extent().shrunk(0.9, 0.9)) for text in shown
+    ]
     overlapping = [
-        (one, other) for (one, box), (other, other_box) in itertools.combinations(boxes, 2) if box.overlaps(other_box)
+        (one, other)
+        for (one, box), (other, other_box) in itertools.combinations(boxes, 2)
+        if box.overlaps(other_box)
     ]
     return [text for text, _ in boxes], overlapping
 
@@ -68,7 +96,10 @@ def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="cannot write"):
             draw_timetable(table, tmp_path / name)
     with pytest.raises(ConfigError, match="too many to draw"):
-        draw_timetable(Timetable.build("1f1b", num_stages=8, num_microbatches=1000), tmp_path / "table.png")
+        draw_timetable(
+            Timetable.build("1f1b", num_stages=8, num_microbatches=1000),
+            tmp_path / "table.png",
+        )
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"rampup\[plot\]"):
         draw_timetable(table, tmp_path / "table.png")
@@ -83,7 +114,9 @@ def test_figures_refuse_impossible_widths(width):
 
 
 @pytest.mark.parametrize("width", [3.25, 4.5, 10])
-@pytest.mark.parametrize(("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)])
+@pytest.mark.parametrize(
+    ("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)]
+)
 def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
     """Staircases over samples and steps at the plan's own boundaries, and a bar per phase, at two sizes."""
     plan = build_plan(config, devices)
@@ -96,15 +129,23 @@ def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
     assert ("pipeline bubble, idle share" in found) == (config is PIPELINE)
     assert figure.axes[0].xaxis.label.get_fontsize() == (8 if width < 4 else 10)
     stairs = [axes.patches for axes in figure.axes]
-    edges = next(patch.get_data().edges for patch in stairs[0] if hasattr(patch, "get_data"))
-    assert [int(edge) for edge in edges[:-1]] == [phase.start_sample for phase in plan.ramp.phases]
+    edges = next(
+        patch.get_data().edges for patch in stairs[0] if hasattr(patch, "get_data")
+    )
+    assert [int(edge) for edge in edges[:-1]] == [
+        phase.start_sample for phase in plan.ramp.phases
+    ]
 
 
 @pytest.mark.parametrize("width", [3.25, 10])
 def test_draw_rate_draws_both_clocks(width):
     """Two panels, each with a line per clock. The plan's own clock is named."""
     plan = build_plan(RAMP, 4)
-    figure = draw_rate(plan, {"samples": lambda step: step / 400, "steps": lambda step: 0.5}, width=width)
+    figure = draw_rate(
+        plan,
+        {"samples": lambda step: step / 400, "steps": lambda step: 0.5},
+        width=width,
+    )
     found, overlapping = texts(figure)
     assert not overlapping
     assert {"samples consumed", "optimizer steps", "learning rate"} <= set(found)
@@ -112,7 +153,10 @@ def test_draw_rate_draws_both_clocks(width):
     assert named == ["schedule runs on samples (this plan)", "schedule runs on steps"]
     over_samples, over_steps = (axes.lines[0].get_data() for axes in figure.axes)
     last = plan.total_steps - 1
-    assert (over_samples[0][-1], over_samples[1][-1]) == (plan.ramp.samples_before(last), last / 400)
+    assert (over_samples[0][-1], over_samples[1][-1]) == (
+        plan.ramp.samples_before(last),
+        last / 400,
+    )
     assert over_steps[0][-1] == last
 
 
@@ -122,7 +166,9 @@ def test_draw_runs_compares_runs_over_samples(width):
     figure = draw_runs([run("a"), run("b", steps=60)], width=width)
     found, overlapping = texts(figure)
     assert not overlapping
-    assert {"loss", "samples per step", "tokens per second", "samples consumed"} <= set(found)
+    assert {"loss", "samples per step", "tokens per second", "samples consumed"} <= set(
+        found
+    )
     loss, _, speed = figure.axes
     lines = [line for line in loss.lines if line.get_linestyle() != "None"]
     assert len({line.get_linestyle() for line in lines}) == len(lines) == 2
@@ -136,17 +182,26 @@ def test_draw_runs_compares_runs_over_samples(width):
     loss, _, speed = (long := draw_runs([run(steps=3000)], width=width)).axes
     assert "samples consumed (means of 3 steps)" in texts(long)[0]
     xs, ys = loss.lines[0].get_data()
-    assert (len(xs), xs[1], ys[1]) == (1000, 48, pytest.approx((4.6 + 4.5) / 2))  # the loss of step 3 is not finite
+    assert (len(xs), xs[1], ys[1]) == (
+        1000,
+        48,
+        pytest.approx((4.6 + 4.5) / 2),
+    )  # the loss of step 3 is not finite
     # A single step that is far too fast leaves the others readable.
     fast = run()
     fast = replace(fast, tokens_per_second=(*fast.tokens_per_second[:-1], 1e6))
     speed = draw_runs([fast], width=width).axes[2]
-    assert (speed.get_ylim()[1], speed.get_title(loc="right")) == (400, "above: up to 1M")
+    assert (speed.get_ylim()[1], speed.get_title(loc="right")) == (
+        400,
+        "above: up to 1M",
+    )
 
 
 def test_draw_memory_names_the_largest_that_fits():
     """A bar per size, sorted; bars that do not fit are hatched, and the largest that fits is named."""
-    figure = draw_memory([(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB)
+    figure = draw_memory(
+        [(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB
+    )
     found, overlapping = texts(figure)
     assert not overlapping
     assert {"samples per microbatch", "memory, GiB", "5", "10", "20"} <= set(found)
@@ -157,7 +212,12 @@ def test_draw_memory_names_the_largest_that_fits():
     small = draw_memory([(1, GIB // 256)], limit_bytes=GIB // 128).axes[0]
     assert small.get_ylabel() == "memory, MiB"
     assert small.get_title(loc="left").startswith("usable: 8 MiB")
-    assert draw_memory([(1, 5 * GIB)], limit_bytes=GIB).axes[0].get_title(loc="left").endswith("none of these fits")
+    assert (
+        draw_memory([(1, 5 * GIB)], limit_bytes=GIB)
+        .axes[0]
+        .get_title(loc="left")
+        .endswith("none of these fits")
+    )
     # Bars that would make the others flat, and unknown ones, are left out; the smallest size stays.
     rows = [(1, GIB), (2, 2 * GIB), (4, 5 * GIB), (8, None)]
     for limit, drawn in [(GIB, 2), (2 * GIB, 3), (GIB // 8, 1), (None, 3)]:
@@ -176,6 +236,8 @@ def test_svg_element_fits_into_a_page():
     text = svg_element(figure, title="a timetable", prefix="mine-")
     assert 'aria-label="a timetable"' in text
     assert all(name.startswith("mine-") for name in re.findall(r'\bid="([^"]*)"', text))
-    assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(re.findall(r'\bid="([^"]*)"', text))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(
+        re.findall(r'\bid="([^"]*)"', text)
+    )
     assert "var(--f)" in text
     assert (pyplot.get_backend(), pyplot.get_fignums()) == (backend, [])

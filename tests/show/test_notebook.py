@@ -12,13 +12,20 @@ from rampup.show.notebook import html_facts, html_list, html_table, to_html
 
 EVIL = "<script>&\"'"
 PLAN = RampPlan(
-    ramp=BatchRamp.from_schedule("0:8 240:16"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=20
+    ramp=BatchRamp.from_schedule("0:8 240:16"),
+    splitter=BatchSplitter(data_parallel_size=2),
+    num_devices=2,
+    total_steps=20,
 )
 
 
 @pytest.mark.parametrize(
     "page",
-    [html_facts({EVIL: EVIL}), html_table([{EVIL: EVIL}], caption=EVIL), html_list([EVIL])],
+    [
+        html_facts({EVIL: EVIL}),
+        html_table([{EVIL: EVIL}], caption=EVIL),
+        html_list([EVIL]),
+    ],
     ids=["facts", "rows", "list"],
 )
 def test_html_escapes_text(page):
@@ -40,9 +47,16 @@ def test_html_table_counts_what_it_leaves_out(number):
 def test_to_html_covers_every_class():
     """What IPython is told to show is what `to_html` knows; a plan has its summary, phases and notes as in a terminal."""
     found = Page(to_html(PLAN))
-    assert all(sentence in "".join(found.text) for sentence in (*describe.summary(PLAN), *describe.advice(PLAN)))
+    assert all(
+        sentence in "".join(found.text)
+        for sentence in (*describe.summary(PLAN), *describe.advice(PLAN))
+    )
     assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
-    known = {cls.__qualname__: cls.__module__ for cls in to_html.registry if cls is not object}
+    known = {
+        cls.__qualname__: cls.__module__
+        for cls in to_html.registry
+        if cls is not object
+    }
     assert known == rampup._SHOWN
     with pytest.raises(TypeError, match="int has no HTML form"):
         to_html(3)
@@ -69,7 +83,9 @@ for name in ("plan", "plan.ramp", "7"):
 def test_ipython_shows_html():
     """A cell shows a plan as HTML; `import rampup.plan` and a plan as text load no other room."""
     pytest.importorskip("IPython")
-    result = subprocess.run([sys.executable, "-c", CELLS], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", CELLS], capture_output=True, text=True, check=True
+    )
     lines = result.stdout.splitlines()
     assert lines[0] == "['errors', 'plan']"
     assert lines[-3:] == ["plan <table", "plan.ramp <table", "7 False"]

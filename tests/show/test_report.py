@@ -17,7 +17,12 @@ from rampup.plan.describe import summary
 from rampup.show.report import Report, report_html, write_report
 from rampup.show.series import RunMetrics
 
-CONFIG = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=4, run_name="seven")
+CONFIG = Config(
+    enable_rampup_batch_size=True,
+    ici_pipeline_parallelism=4,
+    per_device_batch_size=4,
+    run_name="seven",
+)
 SMALL, LARGE = (390, 844), (1280, 900)
 EVIL = '</script><script>document.title="hacked"</script>&"\'<b>'
 
@@ -28,8 +33,16 @@ def metrics(plan, name="a", steps=40):
     for step in range(steps):
         position = plan.position(step)
         size = position.split.global_batch_size
-        line = {"step": step, "consumed_samples": position.consumed_samples + size, "phase": position.phase.index}
-        line |= {"global_batch_size": size, "loss": None if step == 7 else 5 - step / 20, "tokens_per_second": 900.0}
+        line = {
+            "step": step,
+            "consumed_samples": position.consumed_samples + size,
+            "phase": position.phase.index,
+        }
+        line |= {
+            "global_batch_size": size,
+            "loss": None if step == 7 else 5 - step / 20,
+            "tokens_per_second": 900.0,
+        }
         lines.append(line)
     return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 3.25}])
 
@@ -38,7 +51,13 @@ def made(**change):
     """Return a report with everything in it."""
     plan = build_plan(CONFIG, 8)
     rates = {"samples": lambda step: step / 1000, "steps": lambda step: 0.1}
-    facts = {"plan": plan, "config": CONFIG, "rates": rates, "run": metrics(plan), "notes": ("mind the gap",)}
+    facts = {
+        "plan": plan,
+        "config": CONFIG,
+        "rates": rates,
+        "run": metrics(plan),
+        "notes": ("mind the gap",),
+    }
     return Report(**{"title": "my run"} | facts | change)
 
 
@@ -47,7 +66,12 @@ def test_report_contains_everything_and_loads_nothing():
     report = made()
     page = Page(html := report_html(report))
     text = " ".join(page.text)
-    said = ("mind the gap", f"Written by rampup {rampup.__version__}", "last evaluation loss", "3.25")
+    said = (
+        "mind the gap",
+        f"Written by rampup {rampup.__version__}",
+        "last evaluation loss",
+        "3.25",
+    )
     assert all(part in text for part in (*summary(report.plan), *said, *KEYS))
     changed = [attrs for _, attrs in page.elements if attrs.get("class") == "changed"]
     assert len(changed) == 3  # per_device_batch_size, the stages, the name
@@ -60,15 +84,23 @@ def test_report_contains_everything_and_loads_nothing():
     assert not [attrs for _, attrs in page.elements if attrs.get("src")]
     links = [attrs["href"] for _, attrs in page.elements if attrs.get("href")]
     names = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
-    assert {link for link in links if link != "data:,"} <= {f"#{name}" for name in names}
+    assert {link for link in links if link != "data:,"} <= {
+        f"#{name}" for name in names
+    }
     assert len(set(names)) == len(names)
-    policy = next(attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for _, attrs in page.elements
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
 
 
 def test_report_escapes_text():
     """Titles, notes, values, places, run names and verdicts cannot become elements."""
-    report = made(title=EVIL, notes=(EVIL,), run=metrics(build_plan(CONFIG, 8), name=EVIL))
+    report = made(
+        title=EVIL, notes=(EVIL,), run=metrics(build_plan(CONFIG, 8), name=EVIL)
+    )
     config = replace(CONFIG, grain_train_files=EVIL)
     verdict = Verdict(
         system=EVIL,
@@ -89,11 +121,19 @@ def test_report_escapes_text():
 
 def test_report_counts_rows_that_it_leaves_out_and_marks_unreached_phases():
     """Of three thousand phases, the page counts the rows that it leaves out; a phase beyond the run is in italics."""
-    config = Config(batch_size_schedule=" ".join(f"{20_000 * n}:{n + 1}" for n in range(3000)), steps=10**6)
+    config = Config(
+        batch_size_schedule=" ".join(f"{20_000 * n}:{n + 1}" for n in range(3000)),
+        steps=10**6,
+    )
     text = report_html(Report(title="x", plan=build_plan(config, 1)))
     assert "2,940 more rows" in text
     assert len(text) < 500_000
-    text = report_html(Report(title="x", plan=build_plan(Config(enable_rampup_batch_size=True, steps=150), 4)))
+    text = report_html(
+        Report(
+            title="x",
+            plan=build_plan(Config(enable_rampup_batch_size=True, steps=150), 4),
+        )
+    )
     assert text.count('<tr class="unreached">') == 2
     assert "The run ends before the phases in italics" in text
     assert "the run ends" in Page(text).text
@@ -110,18 +150,29 @@ def test_write_report_refuses_bad_paths(tmp_path, name):
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     """A headless Chromium that shows the report; a test without it is skipped with a line that says why."""
-    pytest.importorskip("selenium", reason="selenium is not installed: pip install 'rampup[browser]'")
+    pytest.importorskip(
+        "selenium", reason="selenium is not installed: pip install 'rampup[browser]'"
+    )
     paths = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if None in paths:
-        pytest.skip("Chromium is not installed: apt-get install chromium chromium-driver")
+        pytest.skip(
+            "Chromium is not installed: apt-get install chromium chromium-driver"
+        )
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
     options.binary_location = paths[0]
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,900"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
         options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability(
+        "goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"}
+    )
     driver = webdriver.Chrome(options=options, service=Service(paths[1]))
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_report(made(), path)
@@ -133,7 +184,12 @@ def driver(tmp_path_factory):
 def open_page(driver, *, size=LARGE, dark=False):
     """Open the report on a device of a size and with preferred colours."""
     width, height = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == SMALL}
+    metrics = {
+        "width": width,
+        "height": height,
+        "deviceScaleFactor": 1,
+        "mobile": size == SMALL,
+    }
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -143,11 +199,16 @@ def open_page(driver, *, size=LARGE, dark=False):
 
 def contrast(driver):
     """Return the contrast between the page's text and its ground, as WCAG counts it."""
-    colours = driver.execute_script("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+    colours = driver.execute_script(
+        "const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]"
+    )
 
     def light(colour):
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+            for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     low, high = sorted(map(light, colours))
@@ -160,10 +221,19 @@ def test_in_a_browser_report_fits_and_is_quiet(driver, size, dark):
     """On a phone and a desktop, light and dark: no console message, no request, no sideways scrolling, readable text."""
     open_page(driver, size=size, dark=dark)
     assert driver.get_log("browser") == []
-    sent = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    asked = {entry["params"]["request"]["url"] for entry in sent if entry["method"] == "Network.requestWillBeSent"}
+    sent = [
+        json.loads(entry["message"])["message"]
+        for entry in driver.get_log("performance")
+    ]
+    asked = {
+        entry["params"]["request"]["url"]
+        for entry in sent
+        if entry["method"] == "Network.requestWillBeSent"
+    }
     assert {url for url in asked if not url.startswith("data:")} == {driver.report}
-    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    assert (
+        driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    )
     assert contrast(driver) > 7
     smallest = driver.execute_script(
         "return Math.min(...[...document.querySelectorAll('figure svg text')].map((t) => t.getBoundingClientRect().height))"
@@ -180,7 +250,9 @@ def test_in_a_browser_theme_is_toggled(driver, dark):
     button = driver.find_element("id", "theme")
 
     def ground():
-        return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+        return driver.execute_script(
+            "return getComputedStyle(document.body).backgroundColor"
+        )
 
     before = ground()
     assert button.text == ("Light theme" if dark else "Dark theme")

@@ -26,10 +26,16 @@ from rampup.tune.programs import fit_line, fit_tick_overhead, take_turns
         {"shard_optimizer_over_data": True},
     ],
 )
-@pytest.mark.parametrize("opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)]
+)
 def test_state_shapes_match_the_initial_state(axes, opt_type):
     """Shapes, types and shardings equal those of the arrays that training starts from."""
-    changes = {"opt_type": opt_type, "batch_size_schedule": "0:16", "base_num_decoder_layers": 2}
+    changes = {
+        "opt_type": opt_type,
+        "batch_size_schedule": "0:16",
+        "base_num_decoder_layers": 2,
+    }
     settings = Config(**TUNED | axes | changes)
     plan = build_plan(settings, 8)
     setup = TrainSetup.from_config(settings, plan, make_mesh(plan.axes))
@@ -56,9 +62,15 @@ def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
     """Times made by `predicted_time`, plus a constant for the optimizer, return the overhead."""
     times = {b: [] for b in (1, 2, 8)}
     for b, m in itertools.product(times, (4, 8, 16)):
-        seconds = float(predicted_time(m, b, num_stages=4, num_repeats=repeats, overhead=Fraction(overhead)))
+        seconds = float(
+            predicted_time(
+                m, b, num_stages=4, num_repeats=repeats, overhead=Fraction(overhead)
+            )
+        )
         times[b].append((pass_ticks(4, m, repeats), 0.5 + 0.01 * seconds))
-    assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(overhead, abs=1e-6)
+    assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(
+        overhead, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,8 +78,14 @@ def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
     [
         ({1: [(5, 1.0), (9, 2.0)]}, None),  # one size
         ({1: [(5, 1.0)], 2: [(5, 2.0)]}, None),  # one number of ticks
-        ({1: [(5, 2.0), (9, 1.0)], 2: [(5, 2.0), (9, 3.0)]}, None),  # times that decrease
-        ({1: [(5, 2.0), (9, 3.0)], 2: [(5, 2.0), (9, 3.0)]}, None),  # times that do not grow with the size
+        (
+            {1: [(5, 2.0), (9, 1.0)], 2: [(5, 2.0), (9, 3.0)]},
+            None,
+        ),  # times that decrease
+        (
+            {1: [(5, 2.0), (9, 3.0)], 2: [(5, 2.0), (9, 3.0)]},
+            None,
+        ),  # times that do not grow with the size
         ({2: [(1, 1.0), (2, 2.0)], 4: [(1, 3.0), (2, 6.0)]}, 0),  # a negative overhead
     ],
 )
@@ -81,4 +99,6 @@ def test_fit_line_of_one_place_goes_through_zero(x, y, number):
     """Points with the same x give the line through 0, whatever their mean rounds to; two places give the line through both."""
     assert fit_line([(x, y)] * number) == (0.0, pytest.approx(y / x, rel=1e-9))
     start, slope = fit_line([(x, y), (x + 4, 2 * y)])
-    assert [start + slope * place for place in (x, x + 4)] == pytest.approx([y, 2 * y], rel=1e-6)
+    assert [start + slope * place for place in (x, x + 4)] == pytest.approx(
+        [y, 2 * y], rel=1e-6
+    )

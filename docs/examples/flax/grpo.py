@@ -15,8 +15,13 @@ class Policy(nnx.Module):
     def __init__(self, *, rngs):
         self.tokens = nnx.Embed(vocab_size, width, rngs=rngs)
         self.positions = nnx.Embed(2 * length, width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=width, decode=False, rngs=rngs)
-        self.hidden, self.out = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, vocab_size, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=width, decode=False, rngs=rngs
+        )
+        self.hidden, self.out = (
+            nnx.Linear(width, 4 * width, rngs=rngs),
+            nnx.Linear(4 * width, vocab_size, rngs=rngs),
+        )
 
     def __call__(self, tokens):
         """Return the logits of every next token."""
@@ -28,7 +33,10 @@ class Policy(nnx.Module):
 
 def reward(prompts, responses):
     """Return how much of each response repeats its prompt."""
-    return [float(np.mean(np.array(prompt) == np.array(response))) for prompt, response in zip(prompts, responses, strict=True)]
+    return [
+        float(np.mean(np.array(prompt) == np.array(response)))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
 def log_probabilities(policy, tokens):
@@ -42,7 +50,9 @@ def generate(policy, prompts, key):
     """Return rows with a sampled response to each prompt, and its log-probabilities."""
     tokens = jnp.pad(prompts, ((0, 0), (0, length)))
     for place in range(length, 2 * length):
-        next_token = jax.random.categorical(jax.random.fold_in(key, place), policy(tokens)[:, place - 1])
+        next_token = jax.random.categorical(
+            jax.random.fold_in(key, place), policy(tokens)[:, place - 1]
+        )
         tokens = tokens.at[:, place].set(next_token)
     return tokens, log_probabilities(policy, tokens)
 
@@ -51,7 +61,9 @@ def loss_fn(policy, batch):
     """Return the loss of GRPO: the clipped ratio of new to old probabilities, times the advantage."""
     ratio = jnp.exp(log_probabilities(policy, batch["tokens"]) - batch["old"])
     advantage = batch["advantage"][:, None]
-    return -jnp.mean(jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage))
+    return -jnp.mean(
+        jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+    )
 
 
 @nnx.jit
@@ -66,12 +78,22 @@ optimizer = nnx.Optimizer(policy, optax.adam(3e-3), wrt=nnx.Param)
 rewards = []
 for number in range(train_steps):
     prompts = random.integers(vocab_size, size=(num_prompts, length))
-    tokens, old = generate(policy, np.repeat(prompts, group, axis=0), jax.random.key(number))
-    found = np.reshape(reward(tokens[:, :length], tokens[:, length:]), (num_prompts, group))
-    advantage = (found - found.mean(1, keepdims=True)) / (found.std(1, keepdims=True) + 1e-6)
+    tokens, old = generate(
+        policy, np.repeat(prompts, group, axis=0), jax.random.key(number)
+    )
+    found = np.reshape(
+        reward(tokens[:, :length], tokens[:, length:]), (num_prompts, group)
+    )
+    advantage = (found - found.mean(1, keepdims=True)) / (
+        found.std(1, keepdims=True) + 1e-6
+    )
     samples = {"tokens": tokens, "old": old, "advantage": jnp.ravel(advantage)}
     for first in range(0, len(tokens), 8 * group):
-        train_step(policy, optimizer, jax.tree.map(lambda x, first=first: x[first : first + 8 * group], samples))
+        train_step(
+            policy,
+            optimizer,
+            jax.tree.map(lambda x, first=first: x[first : first + 8 * group], samples),
+        )
     rewards.append(found.mean())
     if len(rewards) % 20 == 0:
         print(f"step {len(rewards)}: reward {rewards[-1]:.2f}")

@@ -18,7 +18,9 @@ def make_rows(seed, number, frequency):
 def make_batches(rows, size):
     """Yield full batches."""
     for start in range(0, len(rows["y"]) - size + 1, size):
-        yield jax.tree.map(lambda values, start=start: values[start : start + size], rows)
+        yield jax.tree.map(
+            lambda values, start=start: values[start : start + size], rows
+        )
 
 
 class Model(nnx.Module):
@@ -42,7 +44,9 @@ def loss_fn(model, batch):
 @nnx.jit
 def train_step(model, optimizer, batch):
     """Train on one batch."""
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(
+        model, batch
+    )
     optimizer.update(model, grads)
     return loss
 

@@ -9,7 +9,10 @@ from flax import nnx
 import rampup
 
 train_steps, batch_size = 60, 32
-plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps), jax.device_count())
+plan = rampup.build_plan(
+    rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps),
+    jax.device_count(),
+)
 
 
 def make_rows(seed, number, frequency):
@@ -21,7 +24,9 @@ def make_rows(seed, number, frequency):
 def make_batches(rows, size):
     """Yield full batches."""
     for start in range(0, len(rows["y"]) - size + 1, size):
-        yield jax.tree.map(lambda values, start=start: values[start : start + size], rows)
+        yield jax.tree.map(
+            lambda values, start=start: values[start : start + size], rows
+        )
 
 
 class Model(nnx.Module):
@@ -50,7 +55,9 @@ def sum_loss(model, batch, keys):
 @nnx.jit
 def train_step(model, optimizer, batch):
     """Train on one batch."""
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(model, batch)
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, optimizer.wrt))(
+        model, batch
+    )
     optimizer.update(model, grads)
     return loss
 
@@ -60,7 +67,9 @@ optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
 for batch in make_batches(make_rows(0, 200 * batch_size, 3.0), batch_size):
     trained_loss = train_step(model, optimizer, batch)
 rows, tx = make_rows(1, train_steps * batch_size, 5.0), optax.adam(0.01)
-state, pure_loss = rampup.split_model(model, sum_loss, tx, mesh := rampup.make_mesh(), wrt=nnx.LoRAParam)
+state, pure_loss = rampup.split_model(
+    model, sum_loss, tx, mesh := rampup.make_mesh(), wrt=nnx.LoRAParam
+)
 step = rampup.train_step(pure_loss, tx, plan, mesh)
 losses = []
 for batch in step.stream(make_batches(rows, batch_size), batched=True):

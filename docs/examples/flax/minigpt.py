@@ -8,16 +8,25 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-mesh = Mesh(np.array(jax.devices()).reshape(-1, 2 - jax.device_count() % 2), ("batch", "model"))
+mesh = Mesh(
+    np.array(jax.devices()).reshape(-1, 2 - jax.device_count() % 2), ("batch", "model")
+)
 train_steps, batch_size, vocab_size, length, width = 60, 32, 64, 32, 32
 
 
 def make_texts(seed, number):
     """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
     random = np.random.default_rng(seed)
-    starts, steps = random.integers(1, vocab_size, (number, 1)), random.integers(1, 4, (number, 1))
+    starts, steps = (
+        random.integers(1, vocab_size, (number, 1)),
+        random.integers(1, 4, (number, 1)),
+    )
     tokens = 1 + (starts + steps * np.arange(length + 1)) % (vocab_size - 1)
-    return np.where(np.arange(length + 1) < random.integers(length // 2, length + 2, (number, 1)), tokens, 0)
+    return np.where(
+        np.arange(length + 1) < random.integers(length // 2, length + 2, (number, 1)),
+        tokens,
+        0,
+    )
 
 
 def make_batches(texts, size):
@@ -36,8 +45,13 @@ class Block(nnx.Module):
 
     def __init__(self, *, rngs):
         kernel = sharded(nnx.initializers.xavier_uniform(), None, "model")
-        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=width, decode=False, rngs=rngs)
+        self.norm1, self.norm2 = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.LayerNorm(width, rngs=rngs),
+        )
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=width, decode=False, rngs=rngs
+        )
         self.linear1 = nnx.Linear(width, 4 * width, kernel_init=kernel, rngs=rngs)
         self.linear2 = nnx.Linear(4 * width, width, kernel_init=kernel, rngs=rngs)
 
@@ -59,7 +73,9 @@ class MiniGPT(nnx.Module):
 
     def __call__(self, tokens):
         """Return the logits of every next token."""
-        return self.output(self.blocks(self.tokens(tokens) + self.positions(jnp.arange(length))))
+        return self.output(
+            self.blocks(self.tokens(tokens) + self.positions(jnp.arange(length)))
+        )
 
 
 def loss_fn(model, batch):
@@ -83,7 +99,12 @@ optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 losses = []
 for number, batch in enumerate(make_batches(texts, batch_size), 1):
-    train_step(model, optimizer, metrics, jax.device_put(batch, NamedSharding(mesh, P("batch", None))))
+    train_step(
+        model,
+        optimizer,
+        metrics,
+        jax.device_put(batch, NamedSharding(mesh, P("batch", None))),
+    )
     if number % 20 == 0:
         losses.append(float(metrics.compute()["loss"]))
         print(f"step {number}: loss {losses[-1]:.3f}")

@@ -10,18 +10,31 @@ from jax.sharding import PartitionSpec as P
 
 import rampup
 
-mesh = Mesh(np.array(jax.devices()).reshape(-1, 2 - jax.device_count() % 2), ("batch", "model"))
+mesh = Mesh(
+    np.array(jax.devices()).reshape(-1, 2 - jax.device_count() % 2), ("batch", "model")
+)
 train_steps, batch_size, vocab_size, length, width = 60, 32, 64, 32, 32
-config = rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps, ici_tensor_parallelism=mesh.shape["model"])
+config = rampup.Config(
+    batch_size_schedule="0:8 160:32",
+    steps=train_steps,
+    ici_tensor_parallelism=mesh.shape["model"],
+)
 plan = rampup.build_plan(config, jax.device_count())
 
 
 def make_texts(seed, number):
     """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
     random = np.random.default_rng(seed)
-    starts, steps = random.integers(1, vocab_size, (number, 1)), random.integers(1, 4, (number, 1))
+    starts, steps = (
+        random.integers(1, vocab_size, (number, 1)),
+        random.integers(1, 4, (number, 1)),
+    )
     tokens = 1 + (starts + steps * np.arange(length + 1)) % (vocab_size - 1)
-    return np.where(np.arange(length + 1) < random.integers(length // 2, length + 2, (number, 1)), tokens, 0)
+    return np.where(
+        np.arange(length + 1) < random.integers(length // 2, length + 2, (number, 1)),
+        tokens,
+        0,
+    )
 
 
 def make_batches(texts, size):
@@ -40,8 +53,13 @@ class Block(nnx.Module):
 
     def __init__(self, *, rngs):
         kernel = sharded(nnx.initializers.xavier_uniform(), None, "model")
-        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=width, decode=False, rngs=rngs)
+        self.norm1, self.norm2 = (
+            nnx.LayerNorm(width, rngs=rngs),
+            nnx.LayerNorm(width, rngs=rngs),
+        )
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=width, decode=False, rngs=rngs
+        )
         self.linear1 = nnx.Linear(width, 4 * width, kernel_init=kernel, rngs=rngs)
         self.linear2 = nnx.Linear(4 * width, width, kernel_init=kernel, rngs=rngs)
 
@@ -63,7 +81,9 @@ class MiniGPT(nnx.Module):
 
     def __call__(self, tokens):
         """Return the logits of every next token."""
-        return self.output(self.blocks(self.tokens(tokens) + self.positions(jnp.arange(length))))
+        return self.output(
+            self.blocks(self.tokens(tokens) + self.positions(jnp.arange(length)))
+        )
 
 
 def loss_fn(model, batch, keys):
@@ -80,7 +100,9 @@ state, pure_loss = rampup.split_model(model, loss_fn, tx, mesh, batch_axes=axes)
 step = rampup.train_step(pure_loss, tx, plan, mesh, batch_axes=axes)
 metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
 losses = []
-for number, batch in enumerate(step.stream(make_batches(texts, batch_size), batched=True), 1):
+for number, batch in enumerate(
+    step.stream(make_batches(texts, batch_size), batched=True), 1
+):
     state, result = step(state, batch)
     metrics.update(loss=result["loss"])
     if number % 20 == 0:

@@ -15,13 +15,19 @@ def make_digits(seed, number):
     patterns = np.random.default_rng(0).random((10, 28, 28, 1), np.float32)
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
-    return {"image": patterns[labels] + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32), "label": labels}
+    return {
+        "image": patterns[labels]
+        + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32),
+        "label": labels,
+    }
 
 
 def make_batches(dataset, size):
     """Yield full batches."""
     for start in range(0, len(dataset["label"]) - size + 1, size):
-        yield jax.tree.map(lambda rows, start=start: rows[start : start + size], dataset)
+        yield jax.tree.map(
+            lambda rows, start=start: rows[start : start + size], dataset
+        )
 
 
 class CNN(nnx.Module):
@@ -48,7 +54,9 @@ class CNN(nnx.Module):
 def loss_fn(model, batch, rngs=None):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"], rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    ).mean(), logits
 
 
 @nnx.jit
@@ -69,7 +77,9 @@ def eval_step(model, metrics, batch):
 train_set, test_set = make_digits(1, train_steps * batch_size), make_digits(2, 256)
 model, tx, rngs = CNN(rngs=nnx.Rngs(0)), optax.adamw(0.005, 0.9), nnx.Rngs(0)
 optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+metrics = nnx.MultiMetric(
+    accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")
+)
 losses = []
 for batch in make_batches(train_set, batch_size):
     losses.append(float(train_step(model, optimizer, rngs, batch)))
@@ -77,6 +87,8 @@ for batch in make_batches(train_set, batch_size):
         model.eval()
         for test_batch in make_batches(test_set, 64):
             eval_step(model, metrics, test_batch)
-        print(f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}")
+        print(
+            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}"
+        )
         metrics.reset()
         model.train()

@@ -10,7 +10,10 @@ from flax import nnx
 import rampup
 
 train_steps, eval_every, batch_size = 60, 20, 32
-plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps), jax.device_count())
+plan = rampup.build_plan(
+    rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps),
+    jax.device_count(),
+)
 
 
 def make_digits(seed, number):
@@ -18,13 +21,19 @@ def make_digits(seed, number):
     patterns = np.random.default_rng(0).random((10, 28, 28, 1), np.float32)
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
-    return {"image": patterns[labels] + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32), "label": labels}
+    return {
+        "image": patterns[labels]
+        + noise.normal(0, 0.5, (number, 28, 28, 1)).astype(np.float32),
+        "label": labels,
+    }
 
 
 def make_batches(dataset, size):
     """Yield full batches."""
     for start in range(0, len(dataset["label"]) - size + 1, size):
-        yield jax.tree.map(lambda rows, start=start: rows[start : start + size], dataset)
+        yield jax.tree.map(
+            lambda rows, start=start: rows[start : start + size], dataset
+        )
 
 
 class CNN(nnx.Module):
@@ -51,7 +60,9 @@ class CNN(nnx.Module):
 def loss_fn(model, batch, rngs=None):
     """Return the mean loss of a batch, and its logits."""
     logits = model(batch["image"], rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    ).mean(), logits
 
 
 def sum_loss(model, batch, keys):
@@ -70,7 +81,9 @@ train_set, test_set = make_digits(1, train_steps * batch_size), make_digits(2, 2
 model, tx, rngs = CNN(rngs=nnx.Rngs(0)), optax.adamw(0.005, 0.9), nnx.Rngs(0)
 state, pure_loss = rampup.split_model(model, sum_loss, tx, mesh := rampup.make_mesh())
 step = rampup.train_step(pure_loss, tx, plan, mesh)
-metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+metrics = nnx.MultiMetric(
+    accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss")
+)
 losses = []
 for batch in step.stream(make_batches(train_set, batch_size), batched=True):
     state, result = step(state, batch)
@@ -80,6 +93,8 @@ for batch in step.stream(make_batches(train_set, batch_size), batched=True):
         model.eval()
         for test_batch in make_batches(test_set, 64):
             eval_step(model, metrics, test_batch)
-        print(f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}")
+        print(
+            f"step {len(losses)}: loss {losses[-1]:.3f}, test accuracy {float(metrics.compute()['accuracy']):.3f}"
+        )
         metrics.reset()
         model.train()

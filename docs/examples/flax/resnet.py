@@ -18,14 +18,21 @@ def make_images(seed, number):
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
     return [
-        {"image": patterns[label] + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32), "label": label} for label in labels
+        {
+            "image": patterns[label]
+            + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32),
+            "label": label,
+        }
+        for label in labels
     ]
 
 
 def make_batches(rows, size):
     """Yield full batches."""
     for start in range(0, len(rows) - size + 1, size):
-        yield jax.tree.map(lambda *values: np.stack(values), *rows[start : start + size])
+        yield jax.tree.map(
+            lambda *values: np.stack(values), *rows[start : start + size]
+        )
 
 
 class Block(nn.Module):
@@ -38,8 +45,12 @@ class Block(nn.Module):
     def __call__(self, x, train):
         """Return the images of the next layer."""
         norm = nn.BatchNorm(use_running_average=not train, momentum=0.9)
-        y = nn.relu(norm(nn.Conv(self.channels, (3, 3), self.stride, use_bias=False)(x)))
-        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
+        y = nn.relu(
+            norm(nn.Conv(self.channels, (3, 3), self.stride, use_bias=False)(x))
+        )
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(
+            nn.Conv(self.channels, (3, 3), use_bias=False)(y)
+        )
         return nn.relu(y + nn.Conv(self.channels, (1, 1), self.stride)(x))
 
 
@@ -62,21 +73,34 @@ class TrainState(train_state.TrainState):
 
 def loss_fn(params, batch_stats, batch):
     """Return the mean loss of a batch, and the new statistics."""
-    logits, new = model.apply({"params": params, "batch_stats": batch_stats}, batch["image"], mutable=["batch_stats"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), new["batch_stats"]
+    logits, new = model.apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        mutable=["batch_stats"],
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    ).mean(), new["batch_stats"]
 
 
 @jax.jit
 def train_step(state, batch):
     """Train on one batch."""
-    (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, state.batch_stats, batch)
+    (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        state.params, state.batch_stats, batch
+    )
     return state.apply_gradients(grads=grads, batch_stats=batch_stats), loss
 
 
 images = make_images(1, train_steps * batch_size)
 model, tx = ResNet(), optax.adamw(0.005)
 variables = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)))
-state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=variables["batch_stats"])
+state = TrainState.create(
+    apply_fn=model.apply,
+    params=variables["params"],
+    tx=tx,
+    batch_stats=variables["batch_stats"],
+)
 losses = []
 for batch in make_batches(images, batch_size):
     state, loss = train_step(state, batch)

@@ -12,7 +12,10 @@ from flax.training import train_state
 import rampup
 
 train_steps, batch_size = 60, 32
-plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps), jax.device_count())
+plan = rampup.build_plan(
+    rampup.Config(batch_size_schedule="0:8 160:32", steps=train_steps),
+    jax.device_count(),
+)
 
 
 def make_images(seed, number):
@@ -21,14 +24,21 @@ def make_images(seed, number):
     noise = np.random.default_rng(seed)
     labels = noise.integers(10, size=number)
     return [
-        {"image": patterns[label] + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32), "label": label} for label in labels
+        {
+            "image": patterns[label]
+            + noise.normal(0, 0.5, (16, 16, 3)).astype(np.float32),
+            "label": label,
+        }
+        for label in labels
     ]
 
 
 def make_batches(rows, size):
     """Yield full batches."""
     for start in range(0, len(rows) - size + 1, size):
-        yield jax.tree.map(lambda *values: np.stack(values), *rows[start : start + size])
+        yield jax.tree.map(
+            lambda *values: np.stack(values), *rows[start : start + size]
+        )
 
 
 class Block(nn.Module):
@@ -41,8 +51,12 @@ class Block(nn.Module):
     def __call__(self, x, train):
         """Return the images of the next layer."""
         norm = nn.BatchNorm(use_running_average=not train, momentum=0.9)
-        y = nn.relu(norm(nn.Conv(self.channels, (3, 3), self.stride, use_bias=False)(x)))
-        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(nn.Conv(self.channels, (3, 3), use_bias=False)(y))
+        y = nn.relu(
+            norm(nn.Conv(self.channels, (3, 3), self.stride, use_bias=False)(x))
+        )
+        y = nn.BatchNorm(use_running_average=not train, momentum=0.9)(
+            nn.Conv(self.channels, (3, 3), use_bias=False)(y)
+        )
         return nn.relu(y + nn.Conv(self.channels, (1, 1), self.stride)(x))
 
 
@@ -65,8 +79,14 @@ class TrainState(train_state.TrainState):
 
 def loss_fn(params, batch_stats, batch):
     """Return the mean loss of a batch, and the new statistics."""
-    logits, new = model.apply({"params": params, "batch_stats": batch_stats}, batch["image"], mutable=["batch_stats"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), new["batch_stats"]
+    logits, new = model.apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        mutable=["batch_stats"],
+    )
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["label"]
+    ).mean(), new["batch_stats"]
 
 
 def sum_loss(params, batch, keys, batch_stats):
@@ -78,7 +98,12 @@ def sum_loss(params, batch, keys, batch_stats):
 images = make_images(1, train_steps * batch_size)
 model, tx = ResNet(), optax.adamw(0.005)
 variables = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)))
-state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=variables["batch_stats"])
+state = TrainState.create(
+    apply_fn=model.apply,
+    params=variables["params"],
+    tx=tx,
+    batch_stats=variables["batch_stats"],
+)
 state = rampup.prepare_state(state, mesh := rampup.make_mesh())
 step = rampup.train_step(sum_loss, tx, plan, mesh)
 losses = []

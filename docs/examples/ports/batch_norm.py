@@ -13,14 +13,20 @@ def make_rows(number):
     random = np.random.default_rng(0)
     labels = random.integers(4, size=number)
     points = random.normal(size=(4, 16))[labels] + random.normal(size=(number, 16))
-    return [{"x": x, "label": label} for x, label in zip(points.astype(np.float32), labels, strict=True)]
+    return [
+        {"x": x, "label": label}
+        for x, label in zip(points.astype(np.float32), labels, strict=True)
+    ]
 
 
 class Network(nnx.Module):
     """Two linear layers, with batch normalization between them."""
 
     def __init__(self, *, rngs):
-        self.hidden, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+        self.hidden, self.norm = (
+            nnx.Linear(16, 32, rngs=rngs),
+            nnx.BatchNorm(32, rngs=rngs),
+        )
         self.out = nnx.Linear(32, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -30,7 +36,9 @@ class Network(nnx.Module):
 
 def loss_fn(model, batch):
     """Return the mean loss of a batch."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]), batch["label"]
+    ).mean()
 
 
 @nnx.jit
@@ -47,4 +55,6 @@ losses = []
 for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
     batch = jax.tree.map(lambda *leaves: np.stack(leaves), *rows[start : start + size])
     losses.append(float(train_step(model, optimizer, batch)))
-print(f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}")
+print(
+    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}"
+)

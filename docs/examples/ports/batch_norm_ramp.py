@@ -7,7 +7,9 @@ from flax import nnx
 
 import rampup
 
-plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8 80:32", steps=30), jax.device_count())
+plan = rampup.build_plan(
+    rampup.Config(batch_size_schedule="0:8 80:32", steps=30), jax.device_count()
+)
 
 
 def make_rows(number):
@@ -15,14 +17,20 @@ def make_rows(number):
     random = np.random.default_rng(0)
     labels = random.integers(4, size=number)
     points = random.normal(size=(4, 16))[labels] + random.normal(size=(number, 16))
-    return [{"x": x, "label": label} for x, label in zip(points.astype(np.float32), labels, strict=True)]
+    return [
+        {"x": x, "label": label}
+        for x, label in zip(points.astype(np.float32), labels, strict=True)
+    ]
 
 
 class Network(nnx.Module):
     """Two linear layers, with batch normalization between them."""
 
     def __init__(self, *, rngs):
-        self.hidden, self.norm = nnx.Linear(16, 32, rngs=rngs), nnx.BatchNorm(32, rngs=rngs)
+        self.hidden, self.norm = (
+            nnx.Linear(16, 32, rngs=rngs),
+            nnx.BatchNorm(32, rngs=rngs),
+        )
         self.out = nnx.Linear(32, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -32,7 +40,9 @@ class Network(nnx.Module):
 
 def loss_fn(model, batch, keys):
     """Return the sum of the losses of a batch, and its number of rows."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["label"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"]), batch["label"]
+    )
     return losses.sum(), losses.size, {}
 
 
@@ -44,4 +54,6 @@ for batch in step.batches(rows):
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]))
 rampup.merge_model(model, state)
-print(f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}")
+print(
+    f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; running mean {float(model.norm.mean.mean()):.4f}"
+)

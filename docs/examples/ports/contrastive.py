@@ -18,7 +18,9 @@ def make_rows(number):
 def loss_fn(params, batch):
     """Return the mean loss of telling each pair from the others of the batch."""
     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
-    return optax.softmax_cross_entropy_with_integer_labels(images @ texts.T, jnp.arange(len(texts))).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        images @ texts.T, jnp.arange(len(texts))
+    ).mean()
 
 
 @jax.jit
@@ -29,7 +31,11 @@ def train_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-rows, params, tx = make_rows(720), {"image": jnp.eye(8, 4), "text": jnp.eye(8, 4)}, optax.adam(0.01)
+rows, params, tx = (
+    make_rows(720),
+    {"image": jnp.eye(8, 4), "text": jnp.eye(8, 4)},
+    optax.adam(0.01),
+)
 opt_state = tx.init(params)
 losses = []
 for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):

@@ -7,7 +7,9 @@ import optax
 
 import rampup
 
-plan = rampup.build_plan(rampup.Config(batch_size_schedule="0:8 80:32", steps=30), jax.device_count())
+plan = rampup.build_plan(
+    rampup.Config(batch_size_schedule="0:8 80:32", steps=30), jax.device_count()
+)
 
 
 def make_rows(number):
@@ -20,11 +22,17 @@ def make_rows(number):
 def loss_fn(params, batch, keys):
     """Return the sum of the losses of telling each pair from the others of the batch, and their number."""
     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(images @ texts.T, jnp.arange(len(texts)))
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        images @ texts.T, jnp.arange(len(texts))
+    )
     return losses.sum(), losses.size, {}
 
 
-rows, params, tx = make_rows(720), {"image": jnp.eye(8, 4), "text": jnp.eye(8, 4)}, optax.adam(0.01)
+rows, params, tx = (
+    make_rows(720),
+    {"image": jnp.eye(8, 4), "text": jnp.eye(8, 4)},
+    optax.adam(0.01),
+)
 state = rampup.create_state(params, tx, mesh := rampup.make_mesh())
 step = rampup.train_step(loss_fn, tx, plan, mesh, whole_batch=True)
 losses = []

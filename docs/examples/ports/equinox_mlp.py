@@ -23,11 +23,17 @@ def loss_fn(model, batch):
 def train_step(model, opt_state, batch):
     """Train on one batch."""
     loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
-    updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    updates, opt_state = tx.update(
+        grads, opt_state, eqx.filter(model, eqx.is_inexact_array)
+    )
     return eqx.apply_updates(model, updates), opt_state, loss
 
 
-rows, model, tx = make_rows(720), eqx.nn.MLP(2, 1, 32, 2, key=jax.random.key(0)), optax.adam(3e-3)
+rows, model, tx = (
+    make_rows(720),
+    eqx.nn.MLP(2, 1, 32, 2, key=jax.random.key(0)),
+    optax.adam(3e-3),
+)
 opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 losses = []
 for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):

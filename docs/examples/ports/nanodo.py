@@ -14,8 +14,13 @@ V, L, D, H, N = 64, 16, 32, 2, 2  # vocabulary, length, width, heads, layers
 def make_texts(number):
     """Return texts that count up in steps of one to three, of unequal length, padded with 0."""
     random = np.random.default_rng(0)
-    tokens = 1 + (random.integers(V, size=(number, 1)) + random.integers(1, 4, (number, 1)) * np.arange(L + 1)) % (V - 1)
-    return np.where(np.arange(L + 1) < random.integers(4, L + 2, (number, 1)), tokens, 0)
+    tokens = 1 + (
+        random.integers(V, size=(number, 1))
+        + random.integers(1, 4, (number, 1)) * np.arange(L + 1)
+    ) % (V - 1)
+    return np.where(
+        np.arange(L + 1) < random.integers(4, L + 2, (number, 1)), tokens, 0
+    )
 
 
 class TBlock(nn.Module):
@@ -25,8 +30,12 @@ class TBlock(nn.Module):
     def __call__(self, x_BxLxD):
         """Return the activations of the next layer."""
         mask = nn.make_causal_mask(x_BxLxD[..., 0])
-        x_BxLxD = x_BxLxD + nn.MultiHeadDotProductAttention(H)(nn.LayerNorm(use_bias=False)(x_BxLxD), mask=mask)
-        return x_BxLxD + nn.Dense(D)(nn.gelu(nn.Dense(4 * D)(nn.LayerNorm(use_bias=False)(x_BxLxD))))
+        x_BxLxD = x_BxLxD + nn.MultiHeadDotProductAttention(H)(
+            nn.LayerNorm(use_bias=False)(x_BxLxD), mask=mask
+        )
+        return x_BxLxD + nn.Dense(D)(
+            nn.gelu(nn.Dense(4 * D)(nn.LayerNorm(use_bias=False)(x_BxLxD)))
+        )
 
 
 class TransformerDo(nn.Module):
@@ -45,7 +54,9 @@ class TransformerDo(nn.Module):
 def loss_fn(params, in_BxL):
     """Return the mean loss of the tokens that are not padding."""
     x_BxL, y_BxL = in_BxL[:, :-1], in_BxL[:, 1:]
-    losses_BxL = optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x_BxL), y_BxL)
+    losses_BxL = optax.softmax_cross_entropy_with_integer_labels(
+        model.apply(params, x_BxL), y_BxL
+    )
     return losses_BxL.sum(where=y_BxL > 0) / (y_BxL > 0).sum()
 
 

@@ -3,7 +3,10 @@
 import os
 import sys
 
-os.environ |= {"DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu"}  # before MaxText is imported: without Google Cloud's packages
+os.environ |= {
+    "DECOUPLE_GCLOUD": "TRUE",
+    "JAX_PLATFORMS": "cpu",
+}  # before MaxText is imported: without Google Cloud's packages
 
 import maxtext
 from maxtext.trainers.pre_train.train import main
